@@ -1,0 +1,598 @@
+"""Device memory behind one protocol: how much there is, and how much a region of code used at its peak.
+
+Two backends. :class:`CudaMemory` reads the caching allocator's statistics. :class:`CpuMemory` gives a CPU a byte
+limit: a dispatch mode follows the real storages of every tensor that an operator touches and raises
+:class:`torch.OutOfMemoryError` in the middle of forward, backward or the optimizer's step once they exceed the limit,
+so that everything above this module runs, and is tested, without a card.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
+
+from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError
+from lhotse_oomfit.profile import format_bytes, parse_bytes
+
+__all__ = [
+    "Budget",
+    "CpuMemory",
+    "CudaMemory",
+    "MemoryBackend",
+    "Usage",
+    "backend_for",
+    "live_tensors",
+]
+
+logger = logging.getLogger(__name__)
+
+Resident = Callable[[], Iterable[torch.Tensor]]
+
+_OUTSIDE_ALLOCATOR_BYTES = 512 * 1024**2
+"""Kept free for what a CUDA process takes outside torch's allocator after calibration: kernels that load lazily at
+their first launch, cuDNN and cuFFT plans. Counts only where the card's free memory, not the fraction, is the limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """What one measured region used.
+
+    ``allocated_bytes`` is the peak of live tensors, those alive at the start included, so it compares with
+    :attr:`Budget.bytes`; ``reserved_bytes`` the peak of what the allocator held (on CPU the same). ``num_retries`` are
+    allocations that only succeeded after the allocator gave its cache back, ``num_ooms`` those that failed;
+    ``seconds`` the region's duration.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    num_retries: int
+    num_ooms: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """How many bytes training may use: the fraction of the device or what is free, less a reserve.
+
+    ``free_bytes`` is what this process could hold in all: the device's free memory and what the process already has.
+    """
+
+    total_bytes: int
+    free_bytes: int
+    reserve_bytes: int
+    fraction: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.fraction <= 1.0:
+            raise InvalidArgumentError(
+                f"memory_fraction must lie above 0 and at most at 1, it is {self.fraction!r}; pass for instance 0.9"
+            )
+        if self.reserve_bytes < 0:
+            raise InvalidArgumentError(
+                f"reserve must not be negative, it is {self.reserve_bytes} bytes; pass 0 to keep nothing in reserve"
+            )
+
+    @property
+    def bytes(self) -> int:
+        """The budget; zero or less where the reserve leaves nothing."""
+        return min(int(self.fraction * self.total_bytes), self.free_bytes) - self.reserve_bytes
+
+
+class MemoryBackend(Protocol):
+    """The memory of one device, as seen by one process."""
+
+    @property
+    def name(self) -> str:
+        """``"cuda"`` or ``"cpu"``."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose memory it is."""
+
+    def budget(self, fraction: float, *, reserve_bytes: int | None = None) -> Budget:
+        """The bytes that training may use; ``reserve_bytes=None`` takes the backend's own reserve.
+
+        :raises InvalidArgumentError: for a fraction outside (0, 1] or a negative reserve.
+        """
+
+    def measure(self) -> AbstractContextManager[Callable[[], Usage]]:
+        """Measure a region. Yields a callable that gives the usage so far, or, after the block, of the whole block.
+
+        :raises CalibrationError: when a region of this backend is being measured already.
+        """
+
+    def release(self) -> None:
+        """Free what only garbage keeps alive, and give cached memory back to the device."""
+
+    def prepare(self) -> str:
+        """Bring the allocator into the best state for batches of many shapes; returns what it is now."""
+
+    def fields(self) -> dict[str, str]:
+        """What a fingerprint must hold of the device."""
+
+    def cap(self, limit_bytes: int) -> AbstractContextManager[None]:
+        """Let allocations beyond ``limit_bytes`` fail while inside; the former limit comes back on exit."""
+
+
+def backend_for(
+    device: torch.device | str,
+    *,
+    memory_limit: str | int | None = None,
+    resident: Resident | Iterable[torch.Tensor] = (),
+) -> MemoryBackend:
+    """The backend for ``device``.
+
+    :param memory_limit: bytes, or a text such as ``"600MiB"``. Needed on a CPU; on a card it stands for the card's
+        size where it is smaller.
+    :param resident: the tensors that live through a measured region (or a callable that lists them, which is asked at
+        the start of each): parameters, gradients, optimizer state. Needed on a CPU only; a card's allocator knows.
+    :raises InvalidArgumentError: for a CPU without a limit, a limit that isn't a positive size, another kind of device.
+    """
+    device = torch.device(device)
+    limit_bytes = None if memory_limit is None else _limit_bytes(memory_limit)
+    if device.type == "cuda":
+        return CudaMemory(device, limit_bytes=limit_bytes)
+    if device.type != "cpu":
+        raise InvalidArgumentError(
+            f"the device must be a CUDA card or the CPU for its memory to be measured, it is {str(device)!r}; "
+            "pass batch sizes as a list instead"
+        )
+    if limit_bytes is None:
+        raise InvalidArgumentError(
+            "memory_limit must be given on a CPU, whose memory has no size of its own to fill, and it is None; "
+            'pass for instance memory_limit="600MiB"'
+        )
+    return CpuMemory(limit_bytes=limit_bytes, resident=resident)
+
+
+def live_tensors(
+    model: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer] = (), extras: Iterable[Any] = ()
+) -> Iterator[torch.Tensor]:
+    """Every tensor that training keeps alive between steps: parameters, gradients, buffers, optimizer state, extras.
+
+    ``extras`` may hold tensors, modules and lists, tuples or dicts of tensors.
+    """
+    for tensor in (*model.parameters(), *model.buffers()):
+        yield tensor
+        if tensor.grad is not None:
+            yield tensor.grad
+    for optimizer in optimizers:
+        for state in list(optimizer.state.values()):
+            yield from _tensors_in(state)
+    for extra in extras:
+        if isinstance(extra, torch.nn.Module):
+            yield from live_tensors(extra)
+        else:
+            yield from _tensors_in(extra)
+
+
+def _tensors_in(value: object) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in list(value.values()):
+            yield from _tensors_in(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _limit_bytes(memory_limit: str | int) -> int:
+    limit = parse_bytes(memory_limit) if isinstance(memory_limit, str) else memory_limit
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0:
+        raise InvalidArgumentError(
+            "memory_limit must be a positive number of bytes or a text such as '600MiB', "
+            f"it is {memory_limit!r}; pass the memory that training may fill"
+        )
+    return limit
+
+
+class _StorageRef(weakref.ref[torch.UntypedStorage]):
+    """A live storage. When it dies, the reference queues itself; nothing else happens in the dying thread."""
+
+    __slots__ = ("key", "nbytes")
+    key: int
+    nbytes: int
+
+
+class _StorageTracker(TorchDispatchMode):
+    """Counts the bytes of every CPU storage that an operator reads or writes, each storage once.
+
+    A storage is counted from the first operator that touches it until it dies. Views share a storage, so they cost
+    nothing; storages that grow (``out=``, ``resize_``) are measured again. What a kernel allocates and frees inside
+    itself isn't seen. A dying storage only appends to a deque, which any thread may do at any point (autograd's
+    threads, the garbage collector in the middle of an update); the counts change in :meth:`_settle`, under a lock.
+    """
+
+    def __init__(self, limit_bytes: Callable[[], int]) -> None:
+        super().__init__()
+        self._limit_bytes = limit_bytes
+        self._live: dict[int, _StorageRef] = {}
+        self._dead: deque[_StorageRef] = deque()
+        self._lock = threading.RLock()
+        self._current_bytes = 0
+        self.peak_bytes = 0
+        self.num_ooms = 0
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes of the tracked storages that are alive."""
+        with self._lock:
+            self._settle()
+            return self._current_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        with self._lock:
+            self._settle()
+            before_bytes = self._current_bytes
+            self._visit(result)
+            self._visit(args)
+            if kwargs:
+                self._visit(kwargs)
+            if self._current_bytes > before_bytes:
+                self._check(func, self._current_bytes - before_bytes)
+        return result
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count these tensors, without ever raising: what is resident was there before the region began."""
+        with self._lock:
+            for tensor in tensors:
+                self._visit(tensor)
+            self._settle()
+            self.peak_bytes = max(self.peak_bytes, self._current_bytes)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Measure a storage that was resized without an operator, if it is a tracked one."""
+        with self._lock:
+            self._settle()
+            if storage._cdata in self._live:
+                before_bytes = self._current_bytes
+                self._visit_storage(storage)
+                if self._current_bytes > before_bytes:
+                    self._check("UntypedStorage.resize_", self._current_bytes - before_bytes)
+
+    def close(self) -> None:
+        """Forget every storage."""
+        with self._lock:
+            self._settle()
+            self._live.clear()
+            self._dead.clear()
+
+    def _settle(self) -> None:
+        dead, live = self._dead, self._live
+        while dead:
+            ref = dead.popleft()
+            self._current_bytes -= ref.nbytes
+            if live.get(ref.key) is ref:
+                del live[ref.key]
+
+    def _visit(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._visit_tensor(value)
+        elif isinstance(value, tuple | list):
+            for item in value:
+                self._visit(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                self._visit(item)
+
+    def _visit_tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is torch.strided:
+            if is_traceable_wrapper_subclass(tensor):
+                for name in tensor.__tensor_flatten__()[0]:
+                    self._visit(getattr(tensor, name))
+            else:
+                self._visit_storage(tensor.untyped_storage())
+        elif tensor.layout is torch.sparse_coo:
+            self._visit_tensor(tensor._indices())
+            self._visit_tensor(tensor._values())
+        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
+                self._visit_tensor(part)
+
+    def _visit_storage(self, storage: torch.UntypedStorage) -> None:
+        key: int = storage._cdata
+        ref = self._live.get(key)
+        if ref is not None and ref() is storage:
+            size = storage.nbytes()
+            if size != ref.nbytes:
+                self._current_bytes += size - ref.nbytes
+                ref.nbytes = size
+            return
+        if storage.device.type != "cpu":
+            return
+        ref = _StorageRef(storage, self._dead.append)
+        ref.key, ref.nbytes = key, storage.nbytes()
+        self._live[key] = ref
+        self._current_bytes += ref.nbytes
+
+    def _check(self, func: object, new_bytes: int) -> None:
+        limit_bytes = self._limit_bytes()
+        if self._current_bytes > limit_bytes:
+            self.num_ooms += 1
+            in_use_bytes = self._current_bytes - new_bytes
+            raise torch.OutOfMemoryError(
+                f"CPU out of memory: {func} needs {format_bytes(new_bytes)} more, {format_bytes(in_use_bytes)} "
+                f"of a limit of {format_bytes(limit_bytes)} are in use"
+            )
+        if self._current_bytes > self.peak_bytes:
+            self.peak_bytes = self._current_bytes
+
+
+@contextmanager
+def _watch_resizes(tracker: _StorageTracker) -> Iterator[None]:
+    """Report ``storage.resize_`` to the tracker: it is no operator, so a dispatch mode can't see it."""
+    storage_class: Any = torch.UntypedStorage
+    own = vars(storage_class).get("resize_")
+    original = storage_class.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        tracker.resized(storage)
+        return result
+
+    storage_class.resize_ = resize_
+    try:
+        yield
+    finally:
+        if own is None:
+            del storage_class.resize_
+        else:
+            storage_class.resize_ = own
+
+
+class CpuMemory:
+    """A CPU whose memory has a limit of the caller's choice, see :func:`backend_for`."""
+
+    name = "cpu"
+
+    def __init__(self, *, limit_bytes: int, resident: Resident | Iterable[torch.Tensor] = ()) -> None:
+        self.device = torch.device("cpu")
+        self._total_bytes = limit_bytes
+        self._limit_bytes = limit_bytes
+        if callable(resident):
+            self._resident: Resident = resident
+        else:
+            tensors = tuple(resident)
+            self._resident = lambda: tensors
+        self._measuring = False
+
+    def budget(self, fraction: float, *, reserve_bytes: int | None = None) -> Budget:
+        """The fraction of the limit, less the reserve (none, unless given)."""
+        return Budget(
+            total_bytes=self._total_bytes,
+            free_bytes=self._total_bytes,
+            reserve_bytes=0 if reserve_bytes is None else reserve_bytes,
+            fraction=fraction,
+        )
+
+    @contextmanager
+    def measure(self) -> Iterator[Callable[[], Usage]]:
+        """Follow the storages of this thread's operators; raises :class:`torch.OutOfMemoryError` beyond the limit."""
+        if self._measuring or any(isinstance(mode, _StorageTracker) for mode in _get_current_dispatch_mode_stack()):
+            raise CalibrationError("a memory measurement must not run inside another one; leave the first one before")
+        tracker = _StorageTracker(lambda: self._limit_bytes)
+        start_s = time.perf_counter()
+        end_s: float | None = None
+
+        def usage() -> Usage:
+            return Usage(
+                allocated_bytes=tracker.peak_bytes,
+                reserved_bytes=tracker.peak_bytes,
+                num_retries=0,
+                num_ooms=tracker.num_ooms,
+                seconds=(time.perf_counter() if end_s is None else end_s) - start_s,
+            )
+
+        self._measuring = True
+        try:
+            tracker.add(self._resident())
+            with _watch_resizes(tracker), tracker:
+                start_s = time.perf_counter()
+                yield usage
+        finally:
+            end_s = time.perf_counter()
+            self._measuring = False
+            tracker.close()
+
+    def release(self) -> None:
+        """Collect garbage."""
+        gc.collect()
+
+    def prepare(self) -> str:
+        """Nothing to do; ``"cpu-tracker"``."""
+        return "cpu-tracker"
+
+    def fields(self) -> dict[str, str]:
+        """The device and its limit."""
+        return {"device": "cpu", "device_memory": format_bytes(self._total_bytes)}
+
+    @contextmanager
+    def cap(self, limit_bytes: int) -> Iterator[None]:
+        """Lower the limit, for a measurement that already runs too."""
+        former = self._limit_bytes
+        self._limit_bytes = min(limit_bytes, self._total_bytes)
+        try:
+            yield
+        finally:
+            self._limit_bytes = former
+
+
+class CudaMemory:
+    """A CUDA card, by the statistics of torch's caching allocator."""
+
+    name = "cuda"
+
+    def __init__(self, device: torch.device, *, limit_bytes: int | None = None) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        self._properties = torch.cuda.get_device_properties(self.device)
+        card_bytes = int(self._properties.total_memory)
+        self._total_bytes = card_bytes if limit_bytes is None else min(card_bytes, limit_bytes)
+        self._card_bytes = card_bytes
+        self._measuring = False
+
+    def budget(self, fraction: float, *, reserve_bytes: int | None = None) -> Budget:
+        """The fraction of the card or what this process can get, less the reserve.
+
+        Without ``reserve_bytes``, as much is kept as leaves 512 MiB of the card's free memory outside the allocator:
+        nothing where the fraction alone leaves that much.
+        """
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        free_bytes = min(free_bytes + torch.cuda.memory_reserved(self.device), self._total_bytes)
+        if reserve_bytes is None:
+            slack_bytes = max(0, free_bytes - int(fraction * self._total_bytes))
+            reserve_bytes = max(0, _OUTSIDE_ALLOCATOR_BYTES - slack_bytes)
+        return Budget(
+            total_bytes=self._total_bytes, free_bytes=free_bytes, reserve_bytes=reserve_bytes, fraction=fraction
+        )
+
+    @contextmanager
+    def measure(self) -> Iterator[Callable[[], Usage]]:
+        """Reset the peak statistics, and read them after a synchronisation."""
+        if self._measuring:
+            raise CalibrationError("a memory measurement must not run inside another one; leave the first one before")
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_stats(self.device)
+        with torch.cuda.device(self.device):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+        final: Usage | None = None
+
+        def usage() -> Usage:
+            if final is not None:
+                return final
+            with torch.cuda.device(self.device):
+                end.record()
+            torch.cuda.synchronize(self.device)
+            stats = torch.cuda.memory_stats(self.device)
+            return Usage(
+                allocated_bytes=stats["allocated_bytes.all.peak"],
+                reserved_bytes=stats["reserved_bytes.all.peak"],
+                num_retries=stats["num_alloc_retries"] - before["num_alloc_retries"],
+                num_ooms=stats["num_ooms"] - before["num_ooms"],
+                seconds=start.elapsed_time(end) / 1000.0,
+            )
+
+        self._measuring = True
+        failed = True
+        try:
+            yield usage
+            failed = False
+        finally:
+            self._measuring = False
+            try:
+                final = usage()
+            except RuntimeError:
+                # A dead context (an illegal access, say) fails here too; the region's own error tells more.
+                if not failed:
+                    raise
+                final = Usage(allocated_bytes=0, reserved_bytes=0, num_retries=0, num_ooms=0, seconds=0.0)
+
+    def release(self) -> None:
+        """Collect garbage and empty the allocator's cache."""
+        gc.collect()
+        with torch.cuda.device(self.device):
+            torch.cuda.empty_cache()
+
+    def prepare(self) -> str:
+        """Switch on expandable segments unless the user configured the allocator; then empty the cache.
+
+        With fixed segments, batches of many shapes fragment the reservation, and a size that fits on a fresh allocator
+        can fail hours later. Returns ``"expandable_segments"``, ``"default"``, or the name of another allocator
+        backend (``"cudaMallocAsync"``, ``"pluggable"``).
+        """
+        backend = torch.cuda.get_allocator_backend()
+        if backend != "native":
+            return str(backend)
+        if _expandable_segments():
+            return "expandable_segments"
+        variable = next((name for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), None)
+        if variable is not None:
+            logger.warning(
+                "%s=%s is kept as it is, without expandable segments, so memory may fragment over many batch shapes; "
+                "add expandable_segments:True to it",
+                variable,
+                os.environ[variable],
+            )
+            return "default"
+        reason = _switch_on_expandable_segments()
+        if reason is None:
+            with torch.cuda.device(self.device):
+                torch.cuda.empty_cache()
+            logger.info("switched on the CUDA allocator's expandable segments")
+            return "expandable_segments"
+        logger.warning(
+            "the CUDA allocator's expandable segments can't be switched on (%s), so memory may fragment over many "
+            "batch shapes; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts",
+            reason,
+        )
+        return "default"
+
+    def fields(self) -> dict[str, str]:
+        """The card's name, memory in bytes and compute capability."""
+        return {
+            "device": self._properties.name,
+            "device_memory": str(self._total_bytes),
+            "compute_capability": f"{self._properties.major}.{self._properties.minor}",
+        }
+
+    @contextmanager
+    def cap(self, limit_bytes: int) -> Iterator[None]:
+        """Cap the allocator's reservation; torch before 2.7 can't tell a former cap, and is left without one."""
+        getter = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)
+        former = 1.0 if getter is None else float(getter(self.device))
+        fraction = min(1.0, max(0, limit_bytes) / self._card_bytes)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(former, self.device)
+
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def _expandable_segments() -> bool | None:
+    """Whether the allocator now uses expandable segments; None where this torch can't tell."""
+    try:
+        settings = torch.cuda.memory._snapshot()["allocator_settings"]
+        return bool(settings["expandable_segments"])
+    except (AttributeError, KeyError, TypeError):
+        return None
+
+
+def _switch_on_expandable_segments() -> str | None:
+    """Switch them on through whichever private name this torch has; None on success, else the reason."""
+    for owner, name in (
+        (torch._C, "_accelerator_setAllocatorSettings"),  # torch 2.10 and later
+        (torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings"),
+        (torch.cuda.memory, "_set_allocator_settings"),
+    ):
+        setter = getattr(owner, name, None)
+        if setter is None:
+            continue
+        try:
+            setter("expandable_segments:True")
+        except (RuntimeError, ValueError, TypeError) as error:
+            return str(error).strip().partition("\n")[0] or type(error).__name__
+        return "the allocator took the setting and ignored it" if _expandable_segments() is False else None
+    return f"torch {torch.__version__} has no function for it"

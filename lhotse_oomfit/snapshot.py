@@ -1,0 +1,377 @@
+"""A trial leaves no trace: everything that a training step can change, kept and put back.
+
+:meth:`Snapshot.take` walks the model, optimizers, schedulers, scalers and whatever else it is given, and keeps what
+each object holds: which objects (a buffer may be replaced by a larger one during a step, with a plain attribute
+beside it), and the values of tensors, arrays, containers and generators. :meth:`Snapshot.restore` puts the same objects
+back with the same values, to the last bit, and touches nothing that is unchanged already.
+"""
+
+from __future__ import annotations
+
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError
+
+__all__ = ["Snapshot", "leave_no_trace"]
+
+_STATEFUL = (torch.nn.Module, Optimizer, LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
+"""Opened wherever they are found."""
+
+_CLOSED = frozenset({
+    "torch", "lightning", "pytorch_lightning", "lightning_fabric", "logging", "threading", "_thread", "multiprocessing",
+    "concurrent", "asyncio", "queue", "weakref", "io", "_io", "subprocess", "socket",
+})  # fmt: skip
+"""Packages whose objects are never opened when they are only found in an attribute: a module that refers to its
+trainer doesn't own it, and nobody owns a lock."""
+
+_ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type, types.FunctionType,
+    types.BuiltinFunctionType, types.MethodType, types.ModuleType, torch.dtype, torch.device, torch.Size,
+)  # fmt: skip
+
+
+class Snapshot:
+    """What a model and all that trains it held at one moment, see :meth:`take`."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, object] = {}  # holds the objects, so that no id is used twice
+        self._restorers: list[Callable[[], object]] = []
+        self._unkept: list[tuple[torch.Tensor, int]] = []
+        self._globals = _GlobalState()
+
+    @classmethod
+    def take(
+        cls,
+        model: torch.nn.Module,
+        optimizers: Iterable[Any] = (),
+        schedulers: Iterable[Any] = (),
+        scalers: Iterable[Any] = (),
+        extras: Iterable[Any] = (),
+        *,
+        parameters: bool = True,
+    ) -> Snapshot:
+        """Keep the state of all these objects, and of the generators of Python, numpy, torch and every CUDA device.
+
+        :param model: every submodule's parameters, buffers, gradients, hooks and plain attributes are kept.
+        :param optimizers: torch optimizers, or wrappers of them, whose own attributes are kept too.
+        :param schedulers: learning-rate schedulers.
+        :param scalers: gradient scalers.
+        :param extras: any other objects whose attributes, and the containers among them, are to be kept.
+        :param parameters: whether an optimizer step will be taken. With False the values of parameters and of the
+            optimizer's state are not copied, which is most of the cost; copies are made in host memory.
+        :raises InvalidArgumentError: for a model with lazy parameters that are not initialised yet.
+        """
+        lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+        if lazy:
+            raise InvalidArgumentError(
+                f"the model's parameters must all be initialised before trial steps, {', '.join(lazy)} "
+                f"{'is' if len(lazy) == 1 else 'are'} lazy; run one forward pass first"
+            )
+        snapshot = cls()
+        optimizers = list(optimizers)
+        if not parameters:
+            snapshot._leave_out_values(model, optimizers)
+        for root in (model, *optimizers, *schedulers, *scalers):
+            snapshot._keep_object(root, opens=True)
+        for extra in extras:
+            snapshot._keep_root(extra)
+        return snapshot
+
+    def restore(self) -> None:
+        """Put everything back; may be called more than once.
+
+        :raises CalibrationError: when a parameter changed whose values were not to be kept; all else is restored then.
+        """
+        for restore in self._restorers:
+            restore()
+        self._globals.restore()
+        changed = [tuple(tensor.shape) for tensor, version in self._unkept if tensor._version != version]
+        if changed:
+            raise CalibrationError(
+                f"the parameters must not change in a trial without an optimizer step, {len(changed)} did "
+                f"(the first has the shape {changed[0]}); take the snapshot with parameters=True"
+            )
+
+    def _leave_out_values(self, model: torch.nn.Module, optimizers: list[Any]) -> None:
+        tensors: list[torch.Tensor] = list(model.parameters())
+        for optimizer in optimizers:
+            for inner in _unwrapped(optimizer):
+                state = inner.__dict__.get("state") if isinstance(inner, Optimizer) else None
+                for entry in (state or {}).values():
+                    tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
+        for tensor in tensors:
+            if self._is_new(tensor):
+                self._unkept.append((tensor, 0 if tensor.is_inference() else tensor._version))
+                self._keep_tensor(tensor, values=False)
+
+    def _is_new(self, value: object) -> bool:
+        if id(value) in self._seen:
+            return False
+        self._seen[id(value)] = value
+        return True
+
+    def _keep_root(self, value: Any) -> None:
+        if hasattr(value, "__dict__") and not isinstance(value, _ATOMS) and not isinstance(value, torch.Tensor):
+            self._keep_object(value, opens=False)
+        self._keep(value, opens=False)
+
+    def _keep_object(self, value: Any, *, opens: bool) -> None:
+        """Keep an object's attributes; with ``opens`` those of plain objects among them too."""
+        if self._is_new(value):
+            attributes = value.__dict__
+            self._restorers.append(_attributes(attributes))
+            for name, attribute in list(attributes.items()):
+                if name in ("optimizer", "_optimizer") and hasattr(attribute, "__dict__"):
+                    self._keep_object(attribute, opens=opens)
+                else:
+                    self._keep(attribute, opens=opens)
+            if isinstance(value, torch.jit.ScriptModule):
+                self._keep_script_module(value)
+
+    def _keep_script_module(self, module: torch.jit.ScriptModule) -> None:
+        """A scripted module keeps its state in C++, out of its ``__dict__``."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._keep(tensor, opens=False)
+        for submodule in module.modules():
+            self._restorers.append(partial(_set_training, submodule, submodule.training))
+
+    def _keep(self, value: Any, *, opens: bool) -> None:
+        if isinstance(value, _ATOMS):
+            return
+        if isinstance(value, _STATEFUL):
+            self._keep_object(value, opens=True)
+        elif isinstance(value, torch.Tensor):
+            if self._is_new(value):
+                self._keep_tensor(value, values=True)
+        elif isinstance(value, dict | list | set | deque | bytearray | tuple | frozenset):
+            if self._is_new(value):
+                self._keep_container(value)
+        elif (restorer := _state_of(value)) is not None:
+            if self._is_new(value):
+                self._restorers.append(restorer)
+        elif opens and hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _CLOSED:
+            self._keep_object(value, opens=False)
+
+    def _keep_container(self, container: Any) -> None:
+        if isinstance(container, dict):
+            self._restorers.append(_dict(container))
+            items: Iterable[Any] = [item for pair in container.items() for item in pair]
+        else:
+            items = () if isinstance(container, bytearray) else list(container)
+            if isinstance(container, list):
+                self._restorers.append(_list(container))
+            elif isinstance(container, set | deque):
+                self._restorers.append(_set_or_deque(container))
+            elif isinstance(container, bytearray):
+                self._restorers.append(_bytearray(container))
+        for item in items:
+            self._keep(item, opens=False)
+
+    def _keep_tensor(self, tensor: torch.Tensor, *, values: bool) -> None:
+        self._restorers.append(_tensor(tensor, values=values))
+        if tensor.is_leaf:
+            if tensor.grad is not None:
+                self._keep(tensor.grad, opens=False)
+            self._restorers.append(_gradient(tensor))
+        if tensor.__dict__:
+            self._restorers.append(_attributes(tensor.__dict__))
+
+
+@contextmanager
+def leave_no_trace(
+    model: torch.nn.Module,
+    optimizers: Iterable[Any] = (),
+    schedulers: Iterable[Any] = (),
+    scalers: Iterable[Any] = (),
+    extras: Iterable[Any] = (),
+    *,
+    parameters: bool = True,
+) -> Iterator[Snapshot]:
+    """Take a snapshot, and restore it on the way out, an exception's way too. Arguments as in :meth:`Snapshot.take`."""
+    snapshot = Snapshot.take(model, optimizers, schedulers, scalers, extras, parameters=parameters)
+    try:
+        yield snapshot
+    finally:
+        snapshot.restore()
+
+
+class _GlobalState:
+    """The process's generators, and torch's switches that a step might leave turned."""
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._grad_enabled = torch.is_grad_enabled()
+        cudnn = torch.backends.cudnn
+        self._cudnn = (cudnn.enabled, cudnn.benchmark, cudnn.deterministic)
+
+    def restore(self) -> None:
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        torch.set_rng_state(self._torch)
+        if self._cuda:
+            torch.cuda.set_rng_state_all(self._cuda)
+        if torch.is_grad_enabled() != self._grad_enabled:
+            torch.set_grad_enabled(self._grad_enabled)
+        cudnn: Any = torch.backends.cudnn
+        if (cudnn.enabled, cudnn.benchmark, cudnn.deterministic) != self._cudnn:
+            cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self._cudnn
+
+
+def _unwrapped(optimizer: Any) -> Iterator[Any]:
+    """The optimizer and those it wraps, outermost first."""
+    seen: set[int] = set()
+    while optimizer is not None and id(optimizer) not in seen:
+        seen.add(id(optimizer))
+        yield optimizer
+        attributes = getattr(optimizer, "__dict__", {})
+        optimizer = attributes.get("optimizer", attributes.get("_optimizer"))
+
+
+def _set_training(module: torch.nn.Module, training: bool) -> None:
+    if module.training != training:
+        module.training = training
+
+
+def _same_items(now: dict[Any, Any], kept: dict[Any, Any]) -> bool:
+    # By identity: keys and values may be tensors, whose == gives a tensor.
+    return len(now) == len(kept) and all(
+        a is c and b is d for (a, b), (c, d) in zip(now.items(), kept.items(), strict=True)
+    )
+
+
+def _attributes(attributes: dict[str, Any]) -> Callable[[], None]:
+    kept = dict(attributes)
+
+    def restore() -> None:
+        for name in [name for name in attributes if name not in kept]:
+            del attributes[name]
+        for name, value in kept.items():
+            if name not in attributes or attributes[name] is not value:
+                attributes[name] = value
+
+    return restore
+
+
+def _dict(container: dict[Any, Any]) -> Callable[[], None]:
+    kept = dict(container)
+
+    def restore() -> None:
+        if not _same_items(container, kept):  # the order counts: a state_dict lists buffers in it
+            container.clear()
+            container.update(kept)
+
+    return restore
+
+
+def _list(container: list[Any]) -> Callable[[], None]:
+    kept = list(container)
+
+    def restore() -> None:
+        if len(container) != len(kept) or any(a is not b for a, b in zip(container, kept, strict=True)):
+            container[:] = kept
+
+    return restore
+
+
+def _set_or_deque(container: Any) -> Callable[[], None]:
+    kept = list(container)
+
+    def restore() -> None:
+        if len(container) != len(kept) or any(a is not b for a, b in zip(container, kept, strict=True)):
+            container.clear()
+            for item in kept:
+                (container.add if isinstance(container, set) else container.append)(item)
+
+    return restore
+
+
+def _bytearray(container: bytearray) -> Callable[[], None]:
+    kept = bytes(container)
+
+    def restore() -> None:
+        if container != kept:
+            container[:] = kept
+
+    return restore
+
+
+def _state_of(value: Any) -> Callable[[], object] | None:
+    """A function that puts an array's or a generator's state back; None for any other object."""
+    if isinstance(value, np.ndarray):
+        return partial(np.copyto, value, value.copy())
+    if isinstance(value, torch.Generator):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    return None
+
+
+def _gradient(tensor: torch.Tensor) -> Callable[[], None]:
+    grad, requires_grad = tensor.grad, tensor.requires_grad
+
+    def restore() -> None:
+        if tensor.grad is not grad:
+            tensor.grad = grad
+        if tensor.requires_grad != requires_grad and tensor.is_leaf:
+            tensor.requires_grad_(requires_grad)
+
+    return restore
+
+
+def _tensor(tensor: torch.Tensor, *, values: bool) -> Callable[[], None]:
+    """Restores a tensor's values in place, and its shape where the step resized it."""
+    shape, device = tensor.shape, tensor.device
+    if not values or device.type == "meta" or _is_freed(tensor):
+        return lambda: None
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout is not torch.strided:
+        whole = tensor.detach().clone()
+
+        def restore_whole() -> None:
+            with torch.no_grad():
+                tensor.copy_(whole)
+
+        return restore_whole
+    kept = _dense(tensor).to("cpu", copy=True)
+
+    def restore() -> None:
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            data = tensor.data
+            if data.shape == shape and not _is_freed(data):
+                _dense(data).copy_(kept)
+            else:
+                tensor.data = kept.to(device, copy=True).expand(shape)
+
+    return restore
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without the dimensions that ``expand`` repeats, which can't be written to."""
+    data = tensor.detach()
+    if not any(stride == 0 and size > 1 for size, stride in zip(data.shape, data.stride(), strict=True)):
+        return data
+    size = [1 if stride == 0 else size for size, stride in zip(data.shape, data.stride(), strict=True)]
+    return data.as_strided(size, data.stride(), data.storage_offset())
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Whether the storage was resized away, as sharded training does with parameters that aren't needed now."""
+    return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0

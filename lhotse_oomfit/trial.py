@@ -1,0 +1,243 @@
+"""One training step at one batch size, and the only place that decides whether an error means out of memory."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal, Protocol
+
+import torch
+
+from lhotse_oomfit.memory import MemoryBackend, Usage
+
+__all__ = ["TrainingStep", "Trial", "TrialRunner", "Verdict", "judge"]
+
+logger = logging.getLogger(__name__)
+
+
+class Verdict(Enum):
+    """What an error says about the size that was tried."""
+
+    OOM = "out of memory"
+    CEILING = "too large for a kernel"
+    HOST_OOM = "out of host memory"
+    NOT_MEMORY = "not about memory"
+
+
+_BROKEN = re.compile(
+    r"illegal memory access|device-side assert triggered|misaligned address|unspecified launch failure"
+    # NCCL ran out of memory itself: its communicator is lost, so this process can't go on.
+    r"|Cuda failure.*out of memory|NCCL.*out of memory",
+    re.DOTALL | re.IGNORECASE,
+)
+"""The process can't be trusted after these, whatever else was raised on the way."""
+
+_NEVER = re.compile(
+    r"out of resource: shared memory"  # Triton: a kernel's tile, not the batch
+    r"|Expected more than 1 value per channel"  # BatchNorm at a batch of one
+)
+
+_OOM = re.compile(
+    r"\b(?:CUDA|HIP|XPU|MPS backend|CPU) out of memory"
+    r"|(?:CUDA|HIP|CUDA driver|HIP driver) error: out of memory"
+    r"|CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED"
+    r"|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
+    r"|(?:CU|HIP)FFT_ALLOC_FAILED"
+    r"|CUDA_ERROR_OUT_OF_MEMORY|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"
+)
+
+_OOM_WITH_EVIDENCE = re.compile(
+    r"CUFFT_INTERNAL_ERROR|CUDNN_STATUS_NOT_SUPPORTED|Unable to find a valid cuDNN algorithm"
+    r"|CU(?:BLAS|DNN)_STATUS_NOT_INITIALIZED"
+)
+"""Libraries say these when they find no room for a plan, a workspace or a handle, and for other reasons."""
+
+_CEILING = re.compile(r"canUse32BitIndexMath|too large to be indexed with int32|INT_MAX")
+
+_CEILING_WITH_EVIDENCE = re.compile(r"invalid configuration argument")
+"""A launch grid over its limit, as some attention kernels have at 65,536 sequences times heads; or a bug."""
+
+_HOST = re.compile(
+    r"DefaultCPUAllocator: (?:can't allocate memory|not enough memory)|std::bad_alloc"
+    r"|CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED|Cannot allocate memory"
+)
+
+
+def judge(exc: BaseException, *, evidence: bool = False, outside: BaseException | None = None) -> Verdict:
+    """Say what an error means. Causes, contexts and the members of groups are read too, the outermost first.
+
+    :param evidence: whether something else speaks for memory: a smaller batch passed, or little memory was free.
+        Some libraries' errors count only then.
+    :param outside: an exception that was being handled already when the step began, which tells nothing about it.
+    """
+    if not isinstance(exc, Exception):
+        return Verdict.NOT_MEMORY  # KeyboardInterrupt and the like
+    chain = list(_chain(exc, outside))
+    if any(_BROKEN.search(str(link)) for link in chain):
+        return Verdict.NOT_MEMORY
+    for link in chain:
+        verdict = _verdict(link, evidence)
+        if verdict is not None:
+            return verdict
+    return Verdict.NOT_MEMORY
+
+
+def _verdict(exc: BaseException, evidence: bool) -> Verdict | None:
+    """The verdict of one error by itself; None where it doesn't tell."""
+    text = str(exc)
+    if _NEVER.search(text):
+        return Verdict.NOT_MEMORY
+    if isinstance(exc, torch.OutOfMemoryError) or _OOM.search(text):
+        return Verdict.OOM
+    if _CEILING.search(text):
+        return Verdict.CEILING
+    if isinstance(exc, MemoryError) or _HOST.search(text):
+        return Verdict.HOST_OOM
+    if evidence and _OOM_WITH_EVIDENCE.search(text):
+        return Verdict.OOM
+    if evidence and _CEILING_WITH_EVIDENCE.search(text):
+        return Verdict.CEILING
+    return None
+
+
+def _chain(exc: BaseException, outside: BaseException | None) -> Iterator[BaseException]:
+    pending, seen = [exc], {id(outside)} if outside is not None else set()
+    while pending:
+        link = pending.pop(0)
+        if id(link) in seen:
+            continue
+        seen.add(id(link))
+        yield link
+        pending += [other for other in (link.__cause__, link.__context__) if other is not None]
+        pending += getattr(link, "exceptions", ())
+
+
+class TrainingStep(Protocol):
+    """One step of the user's training, in the parts that a trial needs."""
+
+    def forward_backward(self, batch: Any) -> None:
+        """The loss of one batch and its gradients."""
+
+    def optimizer_step(self) -> None:
+        """One step of every optimizer."""
+
+    def zero_grad(self) -> None:
+        """Set every gradient to None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What became of one training step with ``size`` examples of ``bucket``.
+
+    ``status`` is ``"fits"``; ``"oom"``; or ``"ceiling"`` when another limit than the device's memory was met (a
+    kernel's index range, the host's memory), which ``error`` then tells.
+    """
+
+    bucket: int
+    size: int
+    status: Literal["fits", "oom", "ceiling"]
+    usage: Usage
+    error: str | None
+
+
+class TrialRunner:
+    """Runs training steps and frees what they used, whether they fit or not."""
+
+    def __init__(
+        self,
+        *,
+        step: TrainingStep,
+        memory: MemoryBackend,
+        make_batch: Callable[[int, int], Any],
+        keep_gradients: bool = False,
+    ) -> None:
+        """:param make_batch: the batch of ``(bucket, size)``; it is built inside the trial.
+        :param keep_gradients: leave gradients where they are, as accumulation over several batches does.
+        """
+        self._step = step
+        self._memory = memory
+        self._make_batch = make_batch
+        self._keep_gradients = keep_gradients
+        self._smallest_fit: dict[int, int] = {}
+
+    def run(self, bucket: int, size: int, *, with_optimizer: bool = False) -> Trial:
+        """Run forward and backward (and the optimizer's step) on one batch.
+
+        An error that isn't about memory is raised as it is, with a note that names the bucket and the size
+        (Python 3.11 and later). On return no gradient is left, unless they are to be kept, and memory is free.
+        """
+        trial = self._attempt(bucket, size, with_optimizer)
+        # The exception, and with it every frame of the step, is gone only now: clean up here, not where it was caught.
+        if not self._keep_gradients:
+            self._step.zero_grad()
+        self._memory.release()
+        if trial.status == "fits":
+            self._smallest_fit[bucket] = min(size, self._smallest_fit.get(bucket, size))
+        logger.debug(
+            "bucket %s, size %s: %s, peak %s bytes, %.3f s",
+            bucket,
+            size,
+            trial.status,
+            trial.usage.allocated_bytes,
+            trial.usage.seconds,
+        )
+        return trial
+
+    def _attempt(self, bucket: int, size: int, with_optimizer: bool) -> Trial:
+        outside = sys.exc_info()[1]
+        usage: Callable[[], Usage] | None = None
+        status: Literal["fits", "oom", "ceiling"] = "fits"
+        error: str | None = None
+        try:
+            with self._memory.measure() as usage:
+                self._run_step(bucket, size, with_optimizer)
+        except Exception as exc:
+            verdict = judge(exc, outside=outside)
+            if verdict is Verdict.NOT_MEMORY and self._has_evidence(bucket, size, usage):
+                verdict = judge(exc, evidence=True, outside=outside)
+            if verdict is Verdict.HOST_OOM and self._memory.device.type == "cpu":
+                verdict = Verdict.OOM
+            if verdict is Verdict.NOT_MEMORY or usage is None:
+                _add_note(exc, f"raised by a trial step with {size} examples of bucket {bucket}")
+                raise
+            status = "oom" if verdict is Verdict.OOM else "ceiling"
+            error = f"{verdict.value}: {type(exc).__name__}: {str(exc).strip().partition(chr(10))[0]}"
+            if verdict is Verdict.HOST_OOM:
+                logger.warning("bucket %s, size %s: the host, not the device, ran out of memory: %s", bucket, size, exc)
+            _clear_frames(exc, outside)
+        measured = usage()
+        if status == "fits" and measured.num_ooms:
+            status, error = "oom", f"{measured.num_ooms} failed allocations, which the training step caught itself"
+        return Trial(bucket=bucket, size=size, status=status, usage=measured, error=error)
+
+    def _run_step(self, bucket: int, size: int, with_optimizer: bool) -> None:
+        self._step.forward_backward(self._make_batch(bucket, size))
+        if with_optimizer:
+            self._step.optimizer_step()
+
+    def _has_evidence(self, bucket: int, size: int, usage: Callable[[], Usage] | None) -> bool:
+        """A smaller batch passed, or over nine tenths of what the process could have was in use."""
+        if self._smallest_fit.get(bucket, size) < size:
+            return True
+        if usage is None:
+            return False
+        try:
+            return usage().reserved_bytes > 0.9 * self._memory.budget(1.0).free_bytes
+        except RuntimeError:  # the device no longer answers
+            return False
+
+
+def _add_note(exc: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        exc.add_note(note)
+
+
+def _clear_frames(exc: BaseException, outside: BaseException | None) -> None:
+    """Let go of the tensors in the frames of an exception that someone may still hold."""
+    for link in _chain(exc, outside):
+        traceback.clear_frames(link.__traceback__)
