@@ -101,13 +101,12 @@ def optimizer_fields(optimizers: Any) -> dict[str, str]:
         groups = []
         for group in optimizer.param_groups:
             flags = {key: _optimizer_flag(key, value) for key, value in group.items() if key != "params"}
-            tensors = [(tuple(p.shape), str(p.dtype)) for p in group["params"]]
-            groups.append((tensors, sorted((key, value) for key, value in flags.items() if value is not None)))
-        shown = ", ".join(f"{key}={value}" for key, value in groups[0][1]) if groups else ""
-        num_tensors = sum(len(tensors) for tensors, _ in groups)
+            groups.append(", ".join(f"{key}={value}" for key, value in sorted(flags.items()) if value is not None))
+        tensors = [[(tuple(p.shape), str(p.dtype)) for p in group["params"]] for group in optimizer.param_groups]
         name = "optimizer" if len(several) == 1 else f"optimizer.{index}"
-        fields[name] = f"{type(optimizer).__qualname__}({shown})"
-        fields[f"{name}.groups"] = f"{num_tensors} tensors in {len(groups)} groups, sha {short_sha(groups)}"
+        fields[name] = "; ".join(f"{type(optimizer).__qualname__}({flags})" for flags in dict.fromkeys(groups))
+        num_tensors = sum(map(len, tensors))
+        fields[f"{name}.tensors"] = f"{num_tensors} in {len(groups)} groups, sha {short_sha(tensors)}"
     return fields
 
 
@@ -215,7 +214,6 @@ def _attributes(module: Any) -> Iterator[tuple[str, str]]:
             yield name, text
 
 
-@functools.lru_cache(maxsize=1024)
 def _init_names(cls: type) -> frozenset[str]:
     names: set[str] = set()
     for base in cls.__mro__:
