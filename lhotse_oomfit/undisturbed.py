@@ -1,0 +1,149 @@
+"""A way to call a dataset that leaves its random numbers, and its own attributes, as they were.
+
+Collating worst-case batches draws from generators that training will draw from: Python's, numpy's and torch's global
+ones, and those that transforms keep in attributes. Some are made on first use (Lhotse's ``PerturbSpeed``). So both the
+states of all generators within reach and the attributes of all objects within reach are put back.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from lhotse.cut import Cut, CutSet
+
+__all__ = ["reseed", "undisturbed"]
+
+_MAX_OBJECTS = 20_000  # a dataset with more parts than this holds data, not transforms
+_LEAVES = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    bool,
+    type(None),
+    type,
+    types.ModuleType,
+    torch.Tensor,
+    np.ndarray,
+    Cut,
+    CutSet,
+)
+_FOREIGN = ("threading", "concurrent", "queue", "multiprocessing", "logging", "io", "h5py", "_io", "_thread", "asyncio")
+
+
+def reseed(seed: int) -> None:
+    """Seed Python's, numpy's and torch's global CPU generators; CUDA's are left alone, nothing is queued for later."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def undisturbed(*roots: Any) -> Iterator[None]:
+    """Put back, on exit, all global generators and whatever ``roots`` reach by attributes and containers."""
+    restore: list[Callable[[], object]] = [_keep_global_generators()]
+    restore.extend(_keep(value) for value in _reachable(roots))
+    try:
+        yield
+    finally:
+        for put_back in restore:
+            put_back()
+
+
+def _keep_global_generators() -> Callable[[], None]:
+    python, numpy_state, cpu = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() and torch.cuda.is_initialized() else None
+
+    def put_back() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        torch.default_generator.set_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
+
+    return put_back
+
+
+def _keep(value: Any) -> Callable[[], object]:
+    """Return a function that puts ``value`` back as it is now."""
+    if isinstance(value, random.Random):
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, (list, deque)):
+        return functools.partial(_refill_sequence, value, list(value))
+    if isinstance(value, (dict, set)):
+        return functools.partial(_refill, value, value.copy())
+    return functools.partial(_refill, vars(value), dict(vars(value)))
+
+
+def _refill_sequence(container: Any, saved: list[Any]) -> None:
+    if len(container) != len(saved) or any(a is not b for a, b in zip(container, saved, strict=True)):
+        container.clear()
+        container.extend(saved)
+
+
+def _refill(container: Any, saved: Any) -> None:
+    unchanged = len(container) == len(saved) and (
+        all(container.get(key, saved) is value for key, value in saved.items())
+        if isinstance(saved, dict)
+        else container == saved
+    )
+    if not unchanged:
+        container.clear()
+        container.update(saved)
+
+
+def _reachable(roots: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield the mutable objects within reach, generators included; data and foreign machinery are passed by."""
+    seen: set[int] = set()
+    waiting = deque(roots)
+    keep_alive = []
+    while waiting and len(seen) < _MAX_OBJECTS:
+        value = waiting.popleft()
+        if id(value) in seen or isinstance(value, _LEAVES):
+            continue
+        seen.add(id(value))
+        keep_alive.append(value)
+        if isinstance(value, (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)):
+            yield value
+        elif isinstance(value, (list, deque, set)):
+            if len(value) < _MAX_OBJECTS:
+                yield value
+                waiting.extend(value)
+        elif isinstance(value, (tuple, frozenset)):
+            waiting.extend(value)
+        elif type(value) is dict:
+            if len(value) < _MAX_OBJECTS:
+                yield value
+                waiting.extend(value.values())
+        elif isinstance(value, types.MethodType):
+            waiting.extend((value.__self__, value.__func__))
+        elif isinstance(value, functools.partial):
+            waiting.extend((value.func, value.args, value.keywords))
+        elif isinstance(value, types.FunctionType):
+            waiting.extend(cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
+        elif hasattr(value, "__dict__") and not type(value).__module__.split(".")[0].startswith(_FOREIGN):
+            yield value
+            waiting.extend(vars(value).values())
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - reading is the test
+    except ValueError:
+        return False
+    return True
