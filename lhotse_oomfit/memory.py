@@ -11,24 +11,18 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _get_current_dispatch_mode_stack,
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError
 from lhotse_oomfit.profile import format_bytes, parse_bytes
+from lhotse_oomfit.storages import StorageTracker, watch_resizes
 
 __all__ = [
     "Budget",
@@ -203,161 +197,6 @@ def _limit_bytes(memory_limit: str | int) -> int:
     return limit
 
 
-class _StorageRef(weakref.ref[torch.UntypedStorage]):
-    """A live storage. When it dies, the reference queues itself; nothing else happens in the dying thread."""
-
-    __slots__ = ("key", "nbytes")
-    key: int
-    nbytes: int
-
-
-class _StorageTracker(TorchDispatchMode):
-    """Counts the bytes of every CPU storage that an operator reads or writes, each storage once.
-
-    A storage is counted from the first operator that touches it until it dies. Views share a storage, so they cost
-    nothing; storages that grow (``out=``, ``resize_``) are measured again. What a kernel allocates and frees inside
-    itself isn't seen. A dying storage only appends to a deque, which any thread may do at any point (autograd's
-    threads, the garbage collector in the middle of an update); the counts change in :meth:`_settle`, under a lock.
-    """
-
-    def __init__(self, limit_bytes: Callable[[], int]) -> None:
-        super().__init__()
-        self._limit_bytes = limit_bytes
-        self._live: dict[int, _StorageRef] = {}
-        self._dead: deque[_StorageRef] = deque()
-        self._lock = threading.RLock()
-        self._current_bytes = 0
-        self.peak_bytes = 0
-        self.num_ooms = 0
-
-    @property
-    def current_bytes(self) -> int:
-        """Bytes of the tracked storages that are alive."""
-        with self._lock:
-            self._settle()
-            return self._current_bytes
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        with self._lock:
-            self._settle()
-            before_bytes = self._current_bytes
-            self._visit(result)
-            self._visit(args)
-            if kwargs:
-                self._visit(kwargs)
-            if self._current_bytes > before_bytes:
-                self._check(func, self._current_bytes - before_bytes)
-        return result
-
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count these tensors, without ever raising: what is resident was there before the region began."""
-        with self._lock:
-            for tensor in tensors:
-                self._visit(tensor)
-            self._settle()
-            self.peak_bytes = max(self.peak_bytes, self._current_bytes)
-
-    def resized(self, storage: torch.UntypedStorage) -> None:
-        """Measure a storage that was resized without an operator, if it is a tracked one."""
-        with self._lock:
-            self._settle()
-            if storage._cdata in self._live:
-                before_bytes = self._current_bytes
-                self._visit_storage(storage)
-                if self._current_bytes > before_bytes:
-                    self._check("UntypedStorage.resize_", self._current_bytes - before_bytes)
-
-    def close(self) -> None:
-        """Forget every storage."""
-        with self._lock:
-            self._settle()
-            self._live.clear()
-            self._dead.clear()
-
-    def _settle(self) -> None:
-        dead, live = self._dead, self._live
-        while dead:
-            ref = dead.popleft()
-            self._current_bytes -= ref.nbytes
-            if live.get(ref.key) is ref:
-                del live[ref.key]
-
-    def _visit(self, value: Any) -> None:
-        if isinstance(value, torch.Tensor):
-            self._visit_tensor(value)
-        elif isinstance(value, tuple | list):
-            for item in value:
-                self._visit(item)
-        elif isinstance(value, dict):
-            for item in value.values():
-                self._visit(item)
-
-    def _visit_tensor(self, tensor: torch.Tensor) -> None:
-        if tensor.layout is torch.strided:
-            if is_traceable_wrapper_subclass(tensor):
-                for name in tensor.__tensor_flatten__()[0]:
-                    self._visit(getattr(tensor, name))
-            else:
-                self._visit_storage(tensor.untyped_storage())
-        elif tensor.layout is torch.sparse_coo:
-            self._visit_tensor(tensor._indices())
-            self._visit_tensor(tensor._values())
-        elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-            for part in (tensor.crow_indices(), tensor.col_indices(), tensor.values()):
-                self._visit_tensor(part)
-
-    def _visit_storage(self, storage: torch.UntypedStorage) -> None:
-        key: int = storage._cdata
-        ref = self._live.get(key)
-        if ref is not None and ref() is storage:
-            size = storage.nbytes()
-            if size != ref.nbytes:
-                self._current_bytes += size - ref.nbytes
-                ref.nbytes = size
-            return
-        if storage.device.type != "cpu":
-            return
-        ref = _StorageRef(storage, self._dead.append)
-        ref.key, ref.nbytes = key, storage.nbytes()
-        self._live[key] = ref
-        self._current_bytes += ref.nbytes
-
-    def _check(self, func: object, new_bytes: int) -> None:
-        limit_bytes = self._limit_bytes()
-        if self._current_bytes > limit_bytes:
-            self.num_ooms += 1
-            in_use_bytes = self._current_bytes - new_bytes
-            raise torch.OutOfMemoryError(
-                f"CPU out of memory: {func} needs {format_bytes(new_bytes)} more, {format_bytes(in_use_bytes)} "
-                f"of a limit of {format_bytes(limit_bytes)} are in use"
-            )
-        if self._current_bytes > self.peak_bytes:
-            self.peak_bytes = self._current_bytes
-
-
-@contextmanager
-def _watch_resizes(tracker: _StorageTracker) -> Iterator[None]:
-    """Report ``storage.resize_`` to the tracker: it is no operator, so a dispatch mode can't see it."""
-    storage_class: Any = torch.UntypedStorage
-    own = vars(storage_class).get("resize_")
-    original = storage_class.resize_
-
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        result = original(storage, size)
-        tracker.resized(storage)
-        return result
-
-    storage_class.resize_ = resize_
-    try:
-        yield
-    finally:
-        if own is None:
-            del storage_class.resize_
-        else:
-            storage_class.resize_ = own
-
-
 class CpuMemory:
     """A CPU whose memory has a limit of the caller's choice, see :func:`backend_for`."""
 
@@ -386,9 +225,9 @@ class CpuMemory:
     @contextmanager
     def measure(self) -> Iterator[Callable[[], Usage]]:
         """Follow the storages of this thread's operators; raises :class:`torch.OutOfMemoryError` beyond the limit."""
-        if self._measuring or any(isinstance(mode, _StorageTracker) for mode in _get_current_dispatch_mode_stack()):
+        if self._measuring or any(isinstance(mode, StorageTracker) for mode in _get_current_dispatch_mode_stack()):
             raise CalibrationError("a memory measurement must not run inside another one; leave the first one before")
-        tracker = _StorageTracker(lambda: self._limit_bytes)
+        tracker = StorageTracker(lambda: self._limit_bytes)
         start_s = time.perf_counter()
         end_s: float | None = None
 
@@ -404,7 +243,7 @@ class CpuMemory:
         self._measuring = True
         try:
             tracker.add(self._resident())
-            with _watch_resizes(tracker), tracker:
+            with watch_resizes(tracker), tracker:
                 start_s = time.perf_counter()
                 yield usage
         finally:

@@ -48,7 +48,7 @@ class Snapshot:
     def __init__(self) -> None:
         self._seen: dict[int, object] = {}  # holds the objects, so that no id is used twice
         self._restorers: list[Callable[[], object]] = []
-        self._unkept: list[tuple[torch.Tensor, int]] = []
+        self._unkept: list[_Unkept] = []
         self._globals = _GlobalState()
 
     @classmethod
@@ -97,7 +97,7 @@ class Snapshot:
         for restore in self._restorers:
             restore()
         self._globals.restore()
-        changed = [tuple(tensor.shape) for tensor, version in self._unkept if tensor._version != version]
+        changed = [unkept.shape for unkept in self._unkept if unkept.changed()]
         if changed:
             raise CalibrationError(
                 f"the parameters must not change in a trial without an optimizer step, {len(changed)} did "
@@ -113,7 +113,7 @@ class Snapshot:
                     tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
         for tensor in tensors:
             if self._is_new(tensor):
-                self._unkept.append((tensor, 0 if tensor.is_inference() else tensor._version))
+                self._unkept.append(_Unkept(tensor))
                 self._keep_tensor(tensor, values=False)
 
     def _is_new(self, value: object) -> bool:
@@ -205,6 +205,34 @@ def leave_no_trace(
         yield snapshot
     finally:
         snapshot.restore()
+
+
+class _Unkept:
+    """A tensor without a copy of its values; tells whether they changed, by their sum in float64."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        self._version = self._read_version()
+        self._sum = self._read_sum()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self._tensor.shape)
+
+    def changed(self) -> bool:
+        # The version alone may count a mere move of the values, as cuDNN's RNNs do to make their weights contiguous.
+        if self._version == self._read_version():
+            return False
+        return not torch.allclose(self._sum, self._read_sum(), rtol=1e-12, atol=0.0, equal_nan=True)
+
+    def _read_version(self) -> int:
+        return 0 if self._tensor.is_inference() else self._tensor._version
+
+    def _read_sum(self) -> torch.Tensor:
+        data = self._tensor.detach()
+        if data.device.type == "meta" or data.layout is not torch.strided or _is_freed(data) or data.is_complex():
+            return torch.zeros((), dtype=torch.float64)
+        return data.sum(dtype=torch.float64)
 
 
 class _GlobalState:
@@ -313,10 +341,10 @@ def _bytearray(container: bytearray) -> Callable[[], None]:
 def _state_of(value: Any) -> Callable[[], object] | None:
     """A function that puts an array's or a generator's state back; None for any other object."""
     if isinstance(value, np.ndarray):
-        return partial(np.copyto, value, value.copy())
+        return partial(np.copyto, value, value.copy()) if value.flags.writeable else None
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return partial(value.setstate, value.getstate())
     if isinstance(value, np.random.RandomState):
         return partial(value.set_state, value.get_state())
@@ -342,7 +370,7 @@ def _tensor(tensor: torch.Tensor, *, values: bool) -> Callable[[], None]:
     shape, device = tensor.shape, tensor.device
     if not values or device.type == "meta" or _is_freed(tensor):
         return lambda: None
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or tensor.layout is not torch.strided:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         whole = tensor.detach().clone()
 
         def restore_whole() -> None:

@@ -221,13 +221,16 @@ class TrialRunner:
             self._step.optimizer_step()
 
     def _has_evidence(self, bucket: int, size: int, usage: Callable[[], Usage] | None) -> bool:
-        """A smaller batch passed, or over nine tenths of what the process could have was in use."""
+        """A smaller batch passed, allocations failed or only passed at a second attempt, or nine tenths were in use."""
         if self._smallest_fit.get(bucket, size) < size:
             return True
         if usage is None:
             return False
         try:
-            return usage().reserved_bytes > 0.9 * self._memory.budget(1.0).free_bytes
+            used = usage()
+            return used.num_ooms + used.num_retries > 0 or (
+                used.reserved_bytes > 0.9 * self._memory.budget(1.0).free_bytes
+            )
         except RuntimeError:  # the device no longer answers
             return False
 
