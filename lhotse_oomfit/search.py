@@ -186,7 +186,7 @@ class Search:
             return
         charged_bytes = max(peak_bytes, charged_bytes or 0)
         if probe.purpose == "verify" and self._slopes is not None and self._own_slope(probe.bucket) is None:
-            error = abs(self._predict_bytes(probe.bucket, probe.size) / peak_bytes - 1.0)
+            error = abs(self.predict_bytes(probe.bucket, probe.size) / peak_bytes - 1.0)
             if self._num_near_full:  # before, it says how far the anchors were off, not how far the model is now
                 self._error = max(self._error / 2, min(error, _UNCERTAINTY_MAX))
         if charged_bytes > self.budget_bytes:
@@ -208,11 +208,9 @@ class Search:
         ]
         return tuple(min([size, *sizes]) for size, sizes in zip(found, lighter, strict=True))
 
-    def peak_bytes(self, bucket: int) -> int | None:
-        """Peak of the largest size of `bucket` that fits, else of the smallest that was seen not to; None if unseen."""
-        peaks = self._buckets[bucket].peaks
-        fits = self._buckets[bucket].fits
-        return peaks[fits] if fits else (peaks[min(peaks)] if peaks else None)
+    def predict_bytes(self, bucket: int, size: int) -> float:
+        """The peak that the model expects of a step with `size` examples of `bucket`."""
+        return self.resident_bytes + self._constant_bytes + self._slope(bucket) * size
 
     def is_settled(self, bucket: int) -> bool:
         """Whether `bucket` needs no further probe, as far as is known now."""
@@ -342,9 +340,6 @@ class Search:
         if own is not None:
             return own
         return max(float(self._slopes[k]), 1.0) if self._slopes is not None else 1.0
-
-    def _predict_bytes(self, k: int, size: int) -> float:
-        return self.resident_bytes + self._constant_bytes + self._slope(k) * size
 
     def _fit(self) -> None:
         """Non-negative least squares of ``peak - resident = constant + size · (features · coefficients)``, in error

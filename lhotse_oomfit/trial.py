@@ -165,9 +165,10 @@ class TrialRunner:
         self._keep_gradients = keep_gradients
         self._smallest_fit: dict[int, int] = {}
 
-    def run(self, bucket: int, size: int, *, with_optimizer: bool = False) -> Trial:
+    def run(self, bucket: int, size: int, *, with_optimizer: bool = False, release: bool = True) -> Trial:
         """Run forward and backward (and the optimizer's step) on one batch.
 
+        With ``release=False`` a step that fits leaves the allocator's cache as it is, as training does.
         An error that isn't about memory is raised as it is, with a note that names the bucket and the size
         (Python 3.11 and later). On return no gradient is left, unless they are to be kept, and memory is free.
         """
@@ -175,7 +176,8 @@ class TrialRunner:
         # The exception, and with it every frame of the step, is gone only now: clean up here, not where it was caught.
         if not self._keep_gradients:
             self._step.zero_grad()
-        self._memory.release()
+        if release or trial.status != "fits":
+            self._memory.release()
         if trial.status == "fits":
             self._smallest_fit[bucket] = min(size, self._smallest_fit.get(bucket, size))
         logger.debug(

@@ -1,0 +1,275 @@
+"""Drives the trials of a calibration: creates optimizer state once, searches, soaks; knows neither ranks nor files."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from lhotse_oomfit.errors import BucketDoesNotFitError, CalibrationError, UnsupportedStrategyError
+from lhotse_oomfit.memory import MemoryBackend
+from lhotse_oomfit.profile import BucketProfile, format_bytes
+from lhotse_oomfit.search import BucketShape, Search
+from lhotse_oomfit.trial import TrainingStep, Trial, TrialRunner, Verdict, judge
+
+__all__ = ["MeasuredBucket", "Measurement", "measure_sizes", "refuse_unfit", "wake_optimizers"]
+
+logger = logging.getLogger(__name__)
+
+_SOAK_SHRINK = 0.97
+"""An offender of the soak loses this share of its size, at least one example."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredBucket:
+    """What is known of one bucket so far: the largest size that fits, its peak and step time, the trials it took.
+
+    ``size`` is 0 while nothing fits; ``settled`` says whether the search is done with it.
+    """
+
+    size: int = 0
+    peak_bytes: int | None = None
+    step_s: float | None = None
+    num_trials: int = 0
+    num_ooms: int = 0
+    settled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The outcome of a search over all buckets, in the order of their shapes."""
+
+    buckets: tuple[MeasuredBucket, ...]
+    num_trials: int
+    num_soak_steps: int
+    num_ooms: int
+    num_retries: int
+    search_s: float
+
+    def bucket_profiles(self, shapes: Sequence[BucketShape], output_lens: Sequence[int | None]) -> list[BucketProfile]:
+        """The rows of a profile; every bucket must have a size."""
+        return [
+            BucketProfile(
+                size=bucket.size,
+                input_len=shape.input_len,
+                output_len=output_len,
+                verified=True,
+                peak_bytes=bucket.peak_bytes,
+                step_s=bucket.step_s,
+                num_trials=bucket.num_trials,
+                num_ooms=bucket.num_ooms,
+            )
+            for bucket, shape, output_len in zip(self.buckets, shapes, output_lens, strict=True)
+        ]
+
+
+def wake_optimizers(step: TrainingStep, memory: MemoryBackend, parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Take one optimizer step on gradients of zero, so that lazily created state exists before anything is measured.
+
+    :param step: whose ``optimizer_step`` is called once; gradients are None again afterwards.
+    :param parameters: the parameters that training gives gradients to.
+    :return: peak bytes of the step, everything resident included.
+    :raises CalibrationError: if the state doesn't fit.
+    :raises UnsupportedStrategyError: for an optimizer whose step needs a closure.
+    """
+    error: str | None = None
+    try:
+        with memory.measure() as usage:
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+            step.optimizer_step()
+    except TypeError as exc:
+        if "closure" not in str(exc):
+            raise
+        raise UnsupportedStrategyError(
+            "the optimizer's step needs a closure (as LBFGS does), which evaluates the model several times a step: "
+            "its memory can't be measured by single trials; set bucket_batch_size to a list of sizes"
+        ) from exc
+    except RuntimeError as exc:
+        if judge(exc) is not Verdict.OOM:
+            raise
+        error = str(exc).partition("\n")[0]
+    step.zero_grad()
+    memory.release()
+    if error is not None:
+        raise CalibrationError(
+            f"one step of the optimizer, without any batch, runs out of memory ({error}); use a smaller model, an "
+            f"optimizer with less state, or more memory"
+        )
+    return usage().allocated_bytes
+
+
+def measure_sizes(
+    shapes: Sequence[BucketShape],
+    *,
+    runner: TrialRunner,
+    memory: MemoryBackend,
+    budget_bytes: int,
+    gradient_bytes: int,
+    max_size: int,
+    num_soak_steps: int = 0,
+    on_trial: Callable[[Trial, MeasuredBucket], None] | None = None,
+) -> Measurement:
+    """Find the largest size of every bucket whose training step stays inside the budget.
+
+    :param shapes: the worst case of each bucket.
+    :param runner: runs the trials, by index into `shapes`.
+    :param memory: what `runner` measures with.
+    :param budget_bytes: the peak not to be exceeded, of reserved memory where the allocator reserves.
+    :param gradient_bytes: what all gradients take.
+    :param max_size: no size above this one.
+    :param num_soak_steps: after the search, so many steps at full size in shuffled order under a hard cap at the
+        budget, without emptying the allocator's cache in between, as training runs; offenders shrink.
+    :param on_trial: called after each trial with it and what is then known of its bucket.
+    :raises CalibrationError: if what is resident before a step begins leaves no room in the budget.
+    """
+    started = time.monotonic()
+    with memory.measure() as usage:
+        pass
+    resident_bytes = usage().allocated_bytes
+    if resident_bytes >= budget_bytes:
+        raise CalibrationError(
+            f"the model and optimizer state take {format_bytes(resident_bytes)}, which leaves nothing of the budget of "
+            f"{format_bytes(budget_bytes)} for a batch; raise memory_fraction (or memory_limit), free what else is on "
+            f"the device, or use a smaller model"
+        )
+    search = Search(
+        shapes,
+        budget_bytes=budget_bytes,
+        resident_bytes=resident_bytes,
+        gradient_bytes=gradient_bytes,
+        max_size=max_size,
+    )
+    book = _Book(search, len(shapes))
+    while (probe := search.ask()) is not None:
+        trial = runner.run(probe.bucket, probe.size)
+        book.enter(trial)
+        if trial.status != "fits":
+            search.tell(probe, peak_bytes=None)
+        else:
+            # A retry means that the allocator had to throw its cache away: the card is full, whatever the peak says.
+            charged = budget_bytes + 1 if trial.usage.num_retries else trial.usage.reserved_bytes
+            search.tell(probe, peak_bytes=trial.usage.allocated_bytes, charged_bytes=charged)
+        if on_trial is not None:
+            on_trial(trial, book.bucket(probe.bucket))
+    num_trials = book.num_trials
+    if num_soak_steps and all(search.sizes):
+        _soak(search, runner, memory, budget_bytes, num_soak_steps, book, on_trial)
+    return Measurement(
+        buckets=tuple(book.bucket(k) for k in range(len(shapes))),
+        num_trials=num_trials,
+        num_soak_steps=book.num_trials - num_trials,
+        num_ooms=book.num_ooms,
+        num_retries=book.num_retries,
+        search_s=time.monotonic() - started,
+    )
+
+
+def _soak(
+    search: Search,
+    runner: TrialRunner,
+    memory: MemoryBackend,
+    budget_bytes: int,
+    num_steps: int,
+    book: _Book,
+    on_trial: Callable[[Trial, MeasuredBucket], None] | None,
+) -> None:
+    order: list[int] = []
+    rng = random.Random(0)
+    with memory.cap(budget_bytes):
+        for _ in range(num_steps):
+            if not order:
+                order = list(range(len(search.shapes)))
+                rng.shuffle(order)
+            k = order.pop()
+            trial = runner.run(k, search.sizes[k], release=False)
+            book.enter(trial, soak=True)
+            if trial.status != "fits" or trial.usage.num_retries:
+                memory.release()
+                smaller = min(int(trial.size * _SOAK_SHRINK), trial.size - 1)
+                logger.warning(
+                    "bucket %s: size %s %s in the soak; going on with %s",
+                    k,
+                    trial.size,
+                    "ran out of memory" if trial.status != "fits" else "made the allocator retry",
+                    smaller,
+                )
+                if smaller < 1:
+                    break
+                search.lower(k, smaller + 1)
+            if on_trial is not None:
+                on_trial(trial, book.bucket(k))
+    memory.release()
+
+
+class _Book:
+    """What each trial said, by bucket."""
+
+    def __init__(self, search: Search, num_buckets: int) -> None:
+        self._search = search
+        self._trials: list[list[Trial]] = [[] for _ in range(num_buckets)]
+        self._soak_ooms = 0
+        self.num_trials = 0
+        self.num_retries = 0
+
+    @property
+    def num_ooms(self) -> int:
+        """Trials and soak steps that ran out of memory."""
+        return self._soak_ooms + sum(trial.status == "oom" for trials in self._trials for trial in trials)
+
+    def enter(self, trial: Trial, *, soak: bool = False) -> None:
+        """Record a trial; a soak step counts, but its peak and time don't stand for the bucket's size."""
+        self.num_trials += 1
+        self.num_retries += trial.usage.num_retries
+        if soak:
+            self._soak_ooms += trial.status == "oom"
+        else:
+            self._trials[trial.bucket].append(trial)
+
+    def bucket(self, k: int) -> MeasuredBucket:
+        """What is known of bucket `k`; the peak is the model's where the size was lowered below one that ran."""
+        trials = self._trials[k]
+        known = MeasuredBucket(
+            size=self._search.sizes[k],
+            num_trials=len(trials),
+            num_ooms=sum(trial.status == "oom" for trial in trials),
+            settled=self._search.is_settled(k),
+        )
+        measured = [trial for trial in trials if trial.status == "fits"]
+        if not known.size:
+            smallest = min(measured, key=lambda trial: trial.size, default=None)
+            return replace(known, peak_bytes=smallest.usage.allocated_bytes) if smallest else known
+        exact = next((trial for trial in measured if trial.size == known.size), None)
+        if exact is None:
+            return replace(known, peak_bytes=round(self._search.predict_bytes(k, known.size)))
+        return replace(known, peak_bytes=exact.usage.allocated_bytes, step_s=exact.usage.seconds)
+
+
+def refuse_unfit(
+    measurement: Measurement, labels: Sequence[str], shapes: Sequence[BucketShape], *, budget_bytes: int, unit: str
+) -> None:
+    """Raise if some bucket can't hold even one example, naming all of them.
+
+    :raises BucketDoesNotFitError: with the bucket, its lengths, the peak where it is known, and what to do.
+    """
+    unfit = [k for k, bucket in enumerate(measurement.buckets) if bucket.size == 0]
+    if not unfit:
+        return
+    lines = []
+    for k in unfit:
+        shape, peak = shapes[k], measurement.buckets[k].peak_bytes
+        tokens = f", output length {shape.output_len}" if shape.output_len else ""
+        used = f"peak {format_bytes(peak)}" if peak is not None else "it ran out of memory"
+        lines.append(f"bucket {k} ({labels[k]}: input length {shape.input_len:g} {unit}{tokens}): {used}")
+    fitting = ", ".join(f"{labels[k]}: {bucket.size}" for k, bucket in enumerate(measurement.buckets) if bucket.size)
+    raise BucketDoesNotFitError(
+        f"a batch of one example exceeds the budget of {format_bytes(budget_bytes)} in {len(unfit)} of "
+        f"{len(measurement.buckets)} buckets: {'; '.join(lines)}. Lower the last duration bin (longer cuts are then "
+        f"left out), raise memory_fraction or memory_limit, or use less memory per example (activation checkpointing, "
+        f"lower precision). The other buckets fit: {fitting or 'none'}"
+    )

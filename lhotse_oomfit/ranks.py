@@ -1,0 +1,253 @@
+"""One rank measures, the others wait: over a key-value store, so that no collective's timeout can strike.
+
+A collective would be the obvious way to wait, and the wrong one: NCCL's watchdog ends a job whose collective takes
+ten minutes, and a gloo wait that timed out leaves its pair unusable. So the waiting ranks poll the store that
+``torch.distributed`` was initialised with, and the measuring rank proves with a heartbeat that it is alive.
+
+Inside a trial the measuring rank must not meet its peers either: model code asks ``torch.distributed`` how long the
+longest input of all ranks is (NeMo's ConformerEncoder) or averages batch statistics (SyncBatchNorm). So its default
+process group is a group of one rank for that while, see :func:`alone`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from lhotse_oomfit.errors import RankFailedError
+
+__all__ = ["Ranks", "SingleRank", "StoreRanks", "alone", "current_ranks"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.1
+_HEARTBEAT_S = 10.0
+_LOG_EVERY_S = 60.0
+_FAREWELL_S = 10.0
+"""How long a rank that failed stays, so that the others can read why before the store's server goes with it."""
+
+
+class Ranks(Protocol):
+    """All processes of a job, seen from one of them."""
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+
+    def first(self, work: Callable[[], str]) -> str:
+        """Run `work` on rank 0 while the others wait; every rank gets its result.
+
+        :raises RankFailedError: on the waiting ranks, if rank 0 failed, fell silent or took too long; with its error.
+        """
+
+    def minimum(self, value: int) -> int:
+        """The smallest `value` of all ranks.
+
+        :raises RankFailedError: if a rank failed or fell silent before it said its value.
+        """
+
+
+class SingleRank:
+    """A job of one process."""
+
+    rank = 0
+    world_size = 1
+
+    def first(self, work: Callable[[], str]) -> str:
+        """Run `work`."""
+        return work()
+
+    def minimum(self, value: int) -> int:
+        """`value`."""
+        return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Timeouts:
+    heartbeat_s: float
+    total_s: float
+
+
+class StoreRanks:
+    """Several processes with a common key-value store.
+
+    :param store: a ``torch.distributed`` store (TCPStore, FileStore, HashStore), the same one on every rank.
+    :param heartbeat_timeout_s: a rank that is silent for so long counts as dead.
+    :param calibration_timeout_s: how long the others wait for rank 0 in all.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        rank: int,
+        world_size: int,
+        heartbeat_timeout_s: float = 60.0,
+        calibration_timeout_s: float = 7200.0,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._store = store
+        self._timeouts = _Timeouts(heartbeat_s=heartbeat_timeout_s, total_s=calibration_timeout_s)
+        self._num_calls = 0
+
+    def first(self, work: Callable[[], str]) -> str:
+        """See :meth:`Ranks.first`."""
+        key = self._next_key("first")
+        if self.rank == 0:
+            return self._lead(key, work)
+        return self._follow(key, leader=0)
+
+    def minimum(self, value: int) -> int:
+        """See :meth:`Ranks.minimum`."""
+        key = self._next_key("minimum")
+        self._store.set(f"{key}/{self.rank}", json.dumps({"result": str(value)}))
+        values = [value if r == self.rank else int(self._await(f"{key}/{r}", leader=r)) for r in range(self.world_size)]
+        return min(values)
+
+    def _next_key(self, name: str) -> str:
+        # Ranks make the same calls in the same order, so that counting gives them the same keys.
+        self._num_calls += 1
+        return f"{self._num_calls}/{name}"
+
+    def _lead(self, key: str, work: Callable[[], str]) -> str:
+        stop = threading.Event()
+        interval_s = min(_HEARTBEAT_S, self._timeouts.heartbeat_s / 4)
+        thread = threading.Thread(
+            target=self._beat, args=(f"{key}/heartbeat", stop, interval_s), name="oomfit-heartbeat", daemon=True
+        )
+        thread.start()
+        try:
+            result = work()
+        except BaseException as error:
+            stop.set()
+            self._store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+            self._wait_for_readers(key)
+            raise
+        finally:
+            stop.set()
+            thread.join()
+        self._store.set(key, json.dumps({"result": result}))
+        return result
+
+    def _beat(self, key: str, stop: threading.Event, interval_s: float) -> None:
+        while not stop.is_set():
+            try:
+                self._store.add(key, 1)
+            except (RuntimeError, ConnectionError) as error:
+                logger.warning("the heartbeat to the waiting ranks failed: %s", error)
+                return
+            stop.wait(interval_s)
+
+    def _wait_for_readers(self, key: str) -> None:
+        deadline = time.monotonic() + _FAREWELL_S
+        readers = [f"{key}/read/{rank}" for rank in range(1, self.world_size)]
+        while time.monotonic() < deadline:
+            try:
+                if self._store.check(readers):
+                    return
+            except (RuntimeError, ConnectionError):
+                return
+            time.sleep(_POLL_S)
+
+    def _follow(self, key: str, *, leader: int) -> str:
+        try:
+            return self._await(key, leader=leader, heartbeat=f"{key}/heartbeat")
+        finally:
+            try:
+                self._store.set(f"{key}/read/{self.rank}", "1")
+            except (RuntimeError, ConnectionError) as error:
+                logger.debug("couldn't acknowledge %s: %s", key, error)
+
+    def _await(self, key: str, *, leader: int, heartbeat: str | None = None) -> str:
+        """Poll until `key` is set. Without a heartbeat to watch, silence is the key's own absence."""
+        started = last_beat = last_log = time.monotonic()
+        beats = -1
+        while True:
+            try:
+                if self._store.check([key]):
+                    message = json.loads(self._store.get(key))
+                    break
+                if heartbeat is not None and (now_beats := self._store.add(heartbeat, 0)) != beats:
+                    beats, last_beat = now_beats, time.monotonic()
+            except (RuntimeError, ConnectionError) as error:
+                raise RankFailedError(
+                    f"rank {self.rank} lost the connection to the job's store while it waited for rank {leader}, "
+                    f"which usually means that the process serving it died ({str(error).splitlines()[0]}); see its log"
+                ) from error
+            now = time.monotonic()
+            if now - last_beat > self._timeouts.heartbeat_s:
+                raise RankFailedError(
+                    f"rank {leader} was silent for {now - last_beat:.0f} s while rank {self.rank} waited for it "
+                    f"(heartbeat_timeout is {self._timeouts.heartbeat_s:g} s); it was killed, stopped or hangs: see "
+                    f"its log"
+                )
+            if now - started > self._timeouts.total_s:
+                raise RankFailedError(
+                    f"rank {self.rank} waited {now - started:.0f} s for rank {leader} to calibrate "
+                    f"(calibration_timeout is {self._timeouts.total_s:g} s); raise it if that is what it takes"
+                )
+            if now - last_log > _LOG_EVERY_S:
+                last_log = now
+                logger.info("waiting for rank %s to calibrate (%.0f s so far)", leader, now - started)
+            time.sleep(_POLL_S)
+        if "error" in message:
+            raise RankFailedError(f"rank {leader} failed while rank {self.rank} waited for it: {message['error']}")
+        result: str = message["result"]
+        return result
+
+
+_num_sessions = 0
+
+
+def current_ranks(*, heartbeat_timeout_s: float = 60.0, calibration_timeout_s: float = 7200.0) -> Ranks:
+    """The job that this process belongs to, by ``torch.distributed``; a job of one where that isn't initialised.
+
+    Every rank must call it equally often, since the keys of its store are numbered.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return SingleRank()
+    global _num_sessions
+    _num_sessions += 1
+    store = dist.distributed_c10d._get_default_store()
+    return StoreRanks(
+        dist.PrefixStore(f"lhotse_oomfit/{_num_sessions}", store),
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        calibration_timeout_s=calibration_timeout_s,
+    )
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """While inside, this process's default group is a group of itself: collectives return at once, with its own values.
+
+    Patching ``is_initialized`` instead would miss names that were bound at import, and ``get_world_size``.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        yield
+        return
+    world: Any = dist.group
+    everyone = world.WORLD
+    # Local synchronisation: only the members of the group call, and it has only one.
+    solo = dist.new_group([dist.get_rank()], use_local_synchronization=True, timeout=timedelta(minutes=10))
+    world.WORLD = solo
+    try:
+        yield
+    finally:
+        world.WORLD = everyone
+        dist.destroy_process_group(solo)
