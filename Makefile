@@ -1,0 +1,61 @@
+# `make demo` and `make test` need python3 (3.10 or newer) and nothing else; both install into .venv with pip.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OVERLAY := $(VENV)/lightning24
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# More arguments for the command that a target runs, e.g. make demo ARGS="--bins 2d", make test ARGS="-k bins".
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint test-lightning24 clean
+
+help:
+	@echo "make demo              train a small speech recogniser on the CPU, calibration included"
+	@echo "make test              run the tests"
+	@echo "make lint              style, types and import contracts"
+	@echo "make test-lightning24  run the Lightning tests with Lightning 2.4 and omegaconf 2.3"
+	@echo "make clean             remove what these targets made"
+
+demo: $(VENV)/.demo
+	@$(BIN)/python examples/train_asr.py --output demo_output --cache demo_output/profiles $(ARGS)
+
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+test-lightning24: $(OVERLAY)/.installed
+	@PYTHONPATH=$(OVERLAY) $(BIN)/python -c "import lightning; assert lightning.__version__ == '2.4.0', lightning.__file__"
+	@PYTHONPATH=$(OVERLAY) $(BIN)/python -m pytest tests/test_lightning*.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) demo_output build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c "import sys; sys.version_info >= (3, 10) or sys.exit('Python must be 3.10 or newer, this is ' \
+	    + sys.version.split()[0] + '; name another one with make PYTHON=...')"
+	@echo "Making a virtual environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing lhotse-oomfit for the demo (torch is large: this takes some minutes, once)"
+	@$(PIP_INSTALL) -c constraints.txt torch==2.13.0 -e ".[lightning]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing lhotse-oomfit and its development tools (torch is large: this takes some minutes, once)"
+	@$(PIP_INSTALL) -c constraints.txt torch==2.13.0 -e ".[dev]"
+	@touch $@ $(VENV)/.demo
+
+# Only what differs, laid over .venv: the rest, torch above all, is the same.
+$(OVERLAY)/.installed: $(VENV)/.dev Makefile
+	@echo "Installing Lightning 2.4 and omegaconf 2.3 into $(OVERLAY)"
+	@rm -rf $(OVERLAY)
+	@$(PIP_INSTALL) --no-deps --target $(OVERLAY) lightning==2.4.0 omegaconf==2.3.0 antlr4-python3-runtime==4.9.3
+	@touch $@
