@@ -172,7 +172,7 @@ class Profile:
             "bucket_duration_bins": self.bucket_duration_bins,
             "bucket_batch_size": self.bucket_batch_size,
         }
-        if self.bins.is_2d:
+        if self.bins.is_2d or not self.bins.strict_2d:
             top["bucketing_2d_strict_mode"] = self.bins.strict_2d
         for name in ("min_tps", "max_tps"):
             values = getattr(self.bins, name)

@@ -121,9 +121,7 @@ def diff_fields(a: Profile, b: Profile) -> list[tuple[str, str | None, str | Non
             "budget": format_bytes(p.budget_bytes),
             "memory fraction": f"{p.memory_fraction:g}",
             "allocator": p.allocator,
-            "min_tps": str(p.bins.min_tps),
-            "max_tps": str(p.bins.max_tps),
-            "strict_2d": str(p.bins.strict_2d),
+            **{key: str(value) for key, value in p.train_ds().items() if not key.startswith("bucket_")},
         }
         for p in (a, b)
     ]
