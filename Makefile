@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OVERLAY := $(VENV)/lightning24
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # More arguments for the command that a target runs, e.g. make demo ARGS="--bins 2d", make test ARGS="-k bins".
 ARGS ?=
 
@@ -45,12 +45,12 @@ $(BIN)/python:
 
 $(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing lhotse-oomfit for the demo (torch is large: this takes some minutes, once)"
-	@$(PIP_INSTALL) -c constraints.txt torch==2.13.0 -e ".[lightning]"
+	@$(PIP_INSTALL) -c constraints.txt -e ".[lightning]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing lhotse-oomfit and its development tools (torch is large: this takes some minutes, once)"
-	@$(PIP_INSTALL) -c constraints.txt torch==2.13.0 -e ".[dev]"
+	@$(PIP_INSTALL) -c constraints.txt -e ".[dev]"
 	@touch $@ $(VENV)/.demo
 
 # Only what differs, laid over .venv: the rest, torch above all, is the same.
