@@ -1,0 +1,290 @@
+"""`BucketBatchSizeFinder`: calibrates the buckets of a Lightning training before its first batch.
+
+The callback turns Lightning's hooks into one call of :func:`~lhotse_oomfit.fit.calibrate_training` and decides
+nothing itself. The moment matters. At ``on_fit_start`` a resumed optimizer has no state yet; at ``on_train_start``
+several batches are drawn already and the workers are forked. In between, Lightning makes the training DataLoader and
+hands it to ``Strategy.process_dataloader`` in the main process of every rank, after the checkpoint is restored and
+before the loader is iterated. No callback hook lies there, so while a fit runs this callback stands in for that
+method of its own trainer's strategy.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from lhotse_oomfit.errors import InvalidArgumentError, UnsupportedStrategyError
+from lhotse_oomfit.fit import CalibrationOptions, calibrate_training
+from lhotse_oomfit.profile import Profile
+from lhotse_oomfit.sampler import CalibratedBucketingSampler
+from lhotse_oomfit.training import MakeBatch, Training, check_loss, unwrap_dataset, unwrap_model
+
+try:
+    import lightning.pytorch as pl
+    from lightning.pytorch.loggers.logger import DummyLogger
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+except ImportError:  # the other name of the same package
+    import pytorch_lightning as pl
+    from pytorch_lightning.loggers.logger import DummyLogger
+    from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+    from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
+
+__all__ = ["BucketBatchSizeFinder"]
+
+logger = logging.getLogger(__name__)
+
+
+class BucketBatchSizeFinder(pl.Callback):  # type: ignore[misc]
+    """Finds the batch sizes of a :class:`CalibratedBucketingSampler` made with ``bucket_batch_size="auto"``.
+
+    The sampler may sit in a DataLoader given to ``Trainer.fit``, or returned by a module or a datamodule, map-style
+    or in Lhotse's ``IterableDatasetWrapper``. The user's module needs no change: trials run its ``training_step`` and
+    ``backward`` under the trainer's precision, with ``self.log`` and the loggers silenced, and leave no trace in the
+    module, the optimizers, the schedulers or the trainer.
+
+    :param make_batch: ``make_batch(batch_size=..., input_len=..., output_len=...)`` makes the worst-case batch, where
+        the dataset can't collate one.
+    :param memory_fraction, memory_limit, reserve, cache, recalibrate, max_batch_size, num_sample_cuts, num_soak_steps,
+        heartbeat_timeout, calibration_timeout, progress: see :class:`~lhotse_oomfit.fit.CalibrationOptions`.
+    :raises InvalidArgumentError: for a value out of its range.
+
+    After calibration, :attr:`profile` is what was found or loaded.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory_fraction: float = 0.9,
+        memory_limit: str | int | None = None,
+        reserve: str | int | None = None,
+        cache: str | os.PathLike[str] | Literal[False] | None = None,
+        recalibrate: Literal["auto", "always"] = "auto",
+        make_batch: MakeBatch | None = None,
+        max_batch_size: int | None = None,
+        num_sample_cuts: int = 1000,
+        num_soak_steps: int | None = None,
+        heartbeat_timeout: float = 60.0,
+        calibration_timeout: float = 7200.0,
+        progress: bool | None = None,
+    ) -> None:
+        self.options = CalibrationOptions(
+            memory_fraction=memory_fraction,
+            memory_limit=memory_limit,
+            reserve=reserve,
+            cache=cache,
+            recalibrate=recalibrate,
+            max_batch_size=max_batch_size,
+            num_sample_cuts=num_sample_cuts,
+            num_soak_steps=num_soak_steps,
+            heartbeat_timeout=heartbeat_timeout,
+            calibration_timeout=calibration_timeout,
+            progress=progress,
+        )
+        self.make_batch = make_batch
+        self.profile: Profile | None = None
+        self._calibrated: CalibratedBucketingSampler | None = None
+        self._uninstall: Callable[[], None] | None = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Stand in for the strategy's ``process_dataloader`` while training data is set up."""
+        self._calibrated = None
+        self._remove()
+        loop, strategy = trainer.fit_loop, trainer.strategy
+        setup_data, process_dataloader = loop.setup_data, strategy.process_dataloader
+
+        def process(dataloader: Any) -> Any:
+            dataloader = process_dataloader(dataloader)
+            self._calibrate_loader(trainer, dataloader)
+            return dataloader
+
+        def setup() -> None:
+            # Validation loaders go through process_dataloader too, but not from here.
+            strategy.process_dataloader = process
+            try:
+                setup_data()
+            finally:
+                del strategy.process_dataloader
+
+        loop.setup_data = setup
+
+        def uninstall() -> None:
+            del loop.setup_data
+
+        self._uninstall = uninstall
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Say so if there was nothing to calibrate."""
+        if self._calibrated is None and trainer.is_global_zero:
+            logger.warning(
+                "BucketBatchSizeFinder found no CalibratedBucketingSampler with bucket_batch_size='auto' in the training "
+                "data; remove the callback, or replace the sampler"
+            )
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Give the trainer its own methods back."""
+        self._remove()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Give the trainer its own methods back."""
+        self._remove()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give the trainer its own methods back."""
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._uninstall is not None:
+            self._uninstall()
+            self._uninstall = None
+
+    def _calibrate_loader(self, trainer: Any, dataloader: Any) -> None:
+        sampler = find_sampler(dataloader)
+        if sampler is None or not sampler.is_auto or sampler is self._calibrated:
+            return
+        if self._calibrated is not None:
+            raise UnsupportedStrategyError(
+                "two training DataLoaders have a sampler with bucket_batch_size='auto': their batches share the memory "
+                "of one step, which can't be calibrated for each by itself; give all but one a list of sizes"
+            )
+        module = trainer.lightning_module
+        _check_trainer(trainer)
+        dataset, wrapper = unwrap_dataset(dataloader.dataset, sampler)
+        collate_fn = dataloader.collate_fn
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        training = Training(
+            module=module,
+            step=_LightningStep(trainer, scaler),
+            collate=lambda cuts: collate_fn(dataset[cuts]),
+            dataset=dataset,
+            optimizers=list(trainer.strategy.optimizers),
+            schedulers=[config.scheduler for config in trainer.strategy.lr_scheduler_configs],
+            scalers=[] if scaler is None else [scaler],
+            extras=[] if wrapper is None else [wrapper],
+            make_batch=self.make_batch,
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            settings={
+                "strategy": type(trainer.strategy).__name__,
+                "precision": str(trainer.precision),
+                "gradient clipping": str(bool(trainer.gradient_clip_val)),
+            },
+        )
+        with _silenced(trainer, module):
+            self.profile = calibrate_training(sampler, training, self.options)
+        self._calibrated = sampler
+
+
+class _LightningStep:
+    """What Lightning's loop does with one batch: transfer, ``training_step``, backward."""
+
+    def __init__(self, trainer: Any, scaler: Any) -> None:
+        self._trainer = trainer
+        self._module = trainer.lightning_module
+        self._scaler = scaler
+        self._takes_batch_idx = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
+
+    def forward_backward(self, batch: Any) -> None:
+        trainer, module = self._trainer, self._module
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+        with trainer.precision_plugin.train_step_context():
+            output = module.training_step(batch, 0) if self._takes_batch_idx else module.training_step(batch)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        check_loss(loss, f"{type(module).__name__}.training_step")
+        loss = loss / trainer.accumulate_grad_batches
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        module.backward(loss)
+
+    def optimizer_step(self) -> None:
+        for optimizer in self._trainer.strategy.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        self._module.zero_grad(set_to_none=True)
+        for optimizer in self._trainer.strategy.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def find_sampler(dataloader: Any) -> CalibratedBucketingSampler | None:
+    """The sampler of ours that a DataLoader iterates, map-style or in an iterable dataset; None if there is none.
+
+    :raises InvalidArgumentError: if something wraps it that would make it repeat batches or hide it.
+    """
+    if not isinstance(dataloader, DataLoader):
+        return None
+    candidates = [dataloader.sampler, dataloader.batch_sampler, getattr(dataloader.dataset, "sampler", None)]
+    for candidate in candidates:
+        if isinstance(candidate, CalibratedBucketingSampler):
+            return candidate
+        hidden = _inside(candidate)
+        if hidden is not None and hidden.is_auto:
+            raise InvalidArgumentError(
+                f"a CalibratedBucketingSampler with bucket_batch_size='auto' is wrapped in {type(candidate).__name__}: "
+                f"pass it to the DataLoader itself (sampler=..., batch_size=None), with use_distributed_sampler=False "
+                f"in the Trainer, since it splits the data over ranks by itself; or give it a list of sizes"
+            )
+    return None
+
+
+def _inside(sampler: Any) -> CalibratedBucketingSampler | None:
+    """Our sampler inside a wrapper: Lightning's distributed one, Lhotse's Zip and RoundRobin, torch's BatchSampler."""
+    for name in ("sampler", "_sampler", "dataset", "samplers"):
+        inner = getattr(sampler, name, None)
+        for item in inner if isinstance(inner, (list, tuple)) else [inner]:
+            if isinstance(item, CalibratedBucketingSampler):
+                return item
+            if name != "dataset" and item is not None and item is not sampler:
+                found = _inside(item)
+                if found is not None:
+                    return found
+    return None
+
+
+def _check_trainer(trainer: Any) -> None:
+    strategy = trainer.strategy
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise UnsupportedStrategyError(
+            f"strategy {type(strategy).__name__} can't be calibrated: parameters or activations are spread over ranks; "
+            f"use strategy='ddp' or one device, or set bucket_batch_size to a list of sizes"
+        )
+    unwrap_model(strategy.model)
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        raise UnsupportedStrategyError(
+            f"{type(module).__name__} uses manual optimization, whose steps can't be tried apart from the trainer; "
+            f"call lhotse_oomfit.calibrate(...) with a training_step of your own, or set bucket_batch_size to a list"
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise UnsupportedStrategyError(
+            f"{type(module).__name__}.training_step takes a dataloader_iter instead of a batch, so that no single batch "
+            f"can be tried; set bucket_batch_size to a list of sizes"
+        )
+
+
+@contextmanager
+def _silenced(trainer: Any, module: Any) -> Iterator[None]:
+    """Let ``self.log`` and the loggers swallow what the trials log: outside the loop the former raises."""
+    modules = [child for child in module.modules() if isinstance(child, pl.LightningModule)]
+    loggers = trainer.loggers
+
+    def log(*args: Any, **kwargs: Any) -> None:
+        """Log nothing."""
+
+    for child in modules:
+        child.__dict__["log"] = log
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        trainer.loggers = loggers
+        for child in modules:
+            del child.__dict__["log"]

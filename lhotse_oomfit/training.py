@@ -1,0 +1,200 @@
+"""What a calibration must know of the user's training, however the training loop is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lhotse import CutSet
+from torch.nn.parallel import DistributedDataParallel
+
+from lhotse_oomfit.errors import InvalidArgumentError, UnsupportedStrategyError
+from lhotse_oomfit.trial import TrainingStep
+
+__all__ = [
+    "LossStep",
+    "MakeBatch",
+    "Training",
+    "check_loss",
+    "gradient_bytes",
+    "parts_of",
+    "resident_tensors",
+    "unwrap_dataset",
+    "unwrap_model",
+]
+
+MakeBatch = Callable[..., Any]
+"""``make_batch(batch_size=..., input_len=..., output_len=...)`` returns a batch as the DataLoader would yield it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Everything about the user's training that a calibration needs, however the training loop is written.
+
+    :param module: the model, not wrapped.
+    :param step: runs one step of it.
+    :param collate: turns a CutSet into the batch that `step` takes.
+    :param dataset: described in the fingerprint; its own state is kept.
+    :param optimizers, schedulers, scalers, extras: whose state the trials must leave as it is.
+    :param make_batch: makes worst-case batches instead of `collate`.
+    :param accumulate_grad_batches: above 1, gradients are alive while a forward pass runs.
+    :param settings: what else decides memory, for the fingerprint: precision, strategy, ...
+    """
+
+    module: torch.nn.Module
+    step: TrainingStep
+    collate: Callable[[CutSet], Any]
+    dataset: Any
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[Any] = ()
+    scalers: Sequence[Any] = ()
+    extras: Sequence[Any] = ()
+    make_batch: MakeBatch | None = None
+    accumulate_grad_batches: int = 1
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters are."""
+        devices = {parameter.device for parameter in self.module.parameters()}
+        if len(devices) != 1:
+            raise UnsupportedStrategyError(
+                f"the model's parameters must be on one device to be calibrated, they are on "
+                f"{sorted(str(device) for device in devices) or 'none'}"
+            )
+        return devices.pop()
+
+
+class LossStep:
+    """A step of a plain PyTorch loop: the user's forward pass, backward, every optimizer's step."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        training_step: Callable[[Any, Any], torch.Tensor],
+        scaler: Any,
+        accumulate_grad_batches: int,
+    ) -> None:
+        self._module = module
+        self._optimizers = optimizers
+        self._training_step = training_step
+        self._scaler = scaler
+        self._accumulate_grad_batches = accumulate_grad_batches
+
+    def forward_backward(self, batch: Any) -> None:
+        loss = self._training_step(self._module, batch)
+        check_loss(loss, "training_step")
+        if self._accumulate_grad_batches > 1:
+            loss = loss / self._accumulate_grad_batches
+        if self._scaler is not None:
+            loss = self._scaler.scale(loss)
+        loss.backward()
+
+    def optimizer_step(self) -> None:
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        self._module.zero_grad(set_to_none=True)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+
+
+def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The module inside a DistributedDataParallel wrapper, or `model` itself.
+
+    :raises UnsupportedStrategyError: for a model whose single-rank trials would hang or mislead.
+    """
+    name = type(model).__name__
+    if isinstance(model, DistributedDataParallel):
+        if model.static_graph:
+            raise UnsupportedStrategyError(
+                "a DistributedDataParallel model with static_graph=True can't be calibrated: its first backward pass "
+                "must happen on all ranks at once; set static_graph=False, or bucket_batch_size to a list of sizes"
+            )
+        inner: torch.nn.Module = model.module
+        return inner
+    if "FullyShardedDataParallel" in name or name.startswith("FSDP") or "DeepSpeed" in name:
+        raise UnsupportedStrategyError(
+            f"a model wrapped in {name} can't be calibrated: its parameters are spread over ranks; "
+            f"set bucket_batch_size to a list of sizes"
+        )
+    return model
+
+
+def unwrap_dataset(dataset: Any, sampler: Any) -> tuple[Any, Any]:
+    """The map-style dataset inside Lhotse's IterableDatasetWrapper, and that wrapper; or `dataset` and None.
+
+    :raises InvalidArgumentError: if the wrapper holds another sampler, or the dataset can't be indexed by cuts.
+    """
+    wrapped = None
+    if hasattr(dataset, "sampler") and hasattr(dataset, "dataset"):
+        if dataset.sampler is not sampler:
+            raise InvalidArgumentError(
+                "dataset wraps another sampler than the one to calibrate; pass the sampler that the "
+                "IterableDatasetWrapper was made with"
+            )
+        wrapped, dataset = dataset, dataset.dataset
+    if not hasattr(dataset, "__getitem__"):
+        raise InvalidArgumentError(
+            f"dataset must turn a CutSet into a batch by dataset[cuts], {type(dataset).__name__} has no __getitem__; "
+            f"pass the dataset that the DataLoader gets, not the DataLoader"
+        )
+    return dataset, wrapped
+
+
+def check_loss(loss: Any, name: str) -> None:
+    """Refuse what has no backward pass.
+
+    :raises InvalidArgumentError: naming what was returned.
+    """
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            what = "a scalar tensor without a gradient"
+        raise InvalidArgumentError(f"{name} must return the loss, a scalar tensor with a gradient, it returned {what}")
+
+
+def resident_tensors(training: Training) -> Iterator[torch.Tensor]:
+    """What lives through a step, for memory backends that can't ask an allocator."""
+    for parameter in training.module.parameters():
+        yield parameter
+        if parameter.grad is not None:
+            yield parameter.grad
+    yield from training.module.buffers()
+    for optimizer in training.optimizers:
+        for state in optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+    for extra in training.extras:
+        if isinstance(extra, torch.nn.Module):
+            yield from extra.parameters()
+            yield from extra.buffers()
+
+
+def parts_of(dataset: Any, depth: int = 4) -> list[Any]:
+    """A dataset and the objects it is made of (input strategies, transforms): augmentations draw from generators that
+    they keep, and count what they did."""
+    found: list[Any] = []
+    level = [dataset]
+    for _ in range(depth):
+        following: list[Any] = []
+        for item in level:
+            if not hasattr(item, "__dict__") or isinstance(item, (type, torch.nn.Module, torch.Tensor, CutSet)):
+                continue
+            if callable(item) and hasattr(item, "__code__"):
+                continue
+            if any(item is other for other in found):
+                continue
+            found.append(item)
+            for value in vars(item).values():
+                following += value if isinstance(value, (list, tuple)) and len(value) <= 64 else [value]
+        level = following
+    return found
+
+
+def gradient_bytes(module: torch.nn.Module) -> int:
+    """What the gradients of all parameters take together."""
+    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
