@@ -1,165 +1,104 @@
-"""What a batch is made of: sizes by place, and where two batches differ."""
+"""The worst-case shape of every bucket, and batches of it."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-from lhotse.array import Array, TemporalArray
-from lhotse.audio import Recording
-from lhotse.cut import Cut, CutSet
-from lhotse.features import Features
-from lhotse.supervision import SupervisionSegment
+from lhotse_oomfit.errors import InvalidArgumentError
+from lhotse_oomfit.search import BucketShape
+from lhotse_oomfit.traits import batch_fields
+from lhotse_oomfit.worst_case import WorstCaseBatches
 
-__all__ = ["OPAQUE", "SCALARS", "Shape", "compare", "exceeds", "num_bytes", "same_structure", "shape_of", "spell"]
+if TYPE_CHECKING:
+    from lhotse.cut import Cut
 
-OPAQUE = (Cut, SupervisionSegment, Recording, Features, Array, TemporalArray)  # manifests, never looked into
-SCALARS = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, Path)
+    from lhotse_oomfit.sampler import CalibratedBucketingSampler
+    from lhotse_oomfit.training import Training
 
-Shape = Mapping[str, tuple[int, ...]]
+__all__ = ["WorstCases", "shape_label"]
 
-
-def compare(tiled: Any, real: Any, *, integers: bool = True) -> str | None:
-    """Say where a tiled batch differs from a really collated one; None where it doesn't.
-
-    Compared are classes, keys, dtypes, shapes, and the values of integers and numbers; the values of float tensors
-    depend on augmentation. Cuts are opaque: their number is compared.
-
-    :param integers: False leaves out the values of integer tensors, for datasets that draw them at random.
-    """
-    return _compare(tiled, real, "batch", values=True, integers=integers)
+_NUM_TEMPLATES = 64
+"""Cuts that worst-case batches choose their template from."""
 
 
-def exceeds(real: Any, worst: Any) -> str | None:
-    """Say where a real batch is larger than the worst case of as many examples; None where it's dominated."""
-    limits = shape_of(worst, strings=False)  # the characters of a text are no measure of its tokens
-    for path, shape in shape_of(real, strings=False).items():
-        limit = limits.get(path)
-        if limit is None or len(limit) != len(shape):
-            continue  # another structure, which same_structure() tells of
-        if any(size > most for size, most in zip(shape, limit, strict=True)):
-            return f"{path} has shape {shape}, the worst case {limit}"
-    return None
+class WorstCases:
+    """The worst-case shape of every bucket, and batches of it."""
+
+    def __init__(self, sampler: CalibratedBucketingSampler, training: Training, cuts: list[Cut]) -> None:
+        bins = sampler.bins
+        if bins is None:
+            raise InvalidArgumentError("sampler has no bins; pass duration_bins, or let it estimate them")
+        measure_tokens = _token_measure(sampler, cuts)
+        self.output_lens = _output_lens(sampler, cuts, measure_tokens)
+        self.shapes = [
+            BucketShape(input_len=bins.input_len(k), output_len=self.output_lens[k] or 0) for k in range(len(bins))
+        ]
+        self._make_batch = training.make_batch
+        self._batches = WorstCaseBatches(
+            collate=lambda batch: training.collate(sampler.transform(batch)),
+            cuts=cuts[:: max(1, len(cuts) // _NUM_TEMPLATES)][:_NUM_TEMPLATES],
+            measure_length=sampler.measure_length,
+            measure_tokens=measure_tokens,
+        )
+
+    def make(self, bucket: int, size: int) -> Any:
+        """The batch of `size` worst-case examples of `bucket`."""
+        input_len, output_len = self.shapes[bucket].input_len, self.output_lens[bucket]
+        if self._make_batch is not None:
+            return self._make_batch(batch_size=size, input_len=input_len, output_len=output_len)
+        return self._batches.batch(input_len=input_len, output_len=output_len, size=size)
+
+    def batch_fields(self) -> dict[str, str]:
+        """What the batches look like, for the fingerprint."""
+        lightest = min(range(len(self.shapes)), key=lambda k: self.shapes[k].input_len)
+        return batch_fields(self.make(lightest, 2))
 
 
-def same_structure(one: Any, other: Any, *, path: str = "batch") -> str | None:
-    """Say where two batches differ in classes, keys, dtypes or ranks, whatever their sizes; None where they don't."""
-    return _compare(one, other, path, values=False)
+def _token_measure(sampler: CalibratedBucketingSampler, cuts: list[Cut]) -> Callable[[Cut], int | None]:
+    """The sampler's own measure of output length, or characters where it has none (1D bins don't need one)."""
+    bins = sampler.bins
+    if bins is not None and bins.needs_tokens:
+        return sampler.measure_tokens
+    if any(sampler.measure_tokens(cut) is not None for cut in cuts[:_NUM_TEMPLATES]):
+        return sampler.measure_tokens
+    return _num_characters
 
 
-def shape_of(batch: Any, *, strings: bool = True) -> Shape:
-    """Return the sizes of everything in the batch by place: tensor shapes, lengths of lists, and of strings if wanted."""
-    return dict(_shapes(batch, "batch", strings=strings))
+def _num_characters(cut: Cut) -> int | None:
+    texts = [supervision.text for supervision in getattr(cut, "supervisions", ()) if supervision.text]
+    return sum(map(len, texts)) if texts else None
 
 
-def num_bytes(batch: Any) -> int:
-    """Return the bytes of all tensors and arrays in the batch."""
-    return sum(x.nbytes for _, x in _arrays(batch, "batch"))
+def _output_lens(
+    sampler: CalibratedBucketingSampler, cuts: list[Cut], measure_tokens: Callable[[Cut], int | None]
+) -> list[int | None]:
+    """The largest output length that each bucket can hold: by its edges and `max_tps` where they limit it, else by the
+    densest cuts seen in this bucket and its neighbours, scaled to the upper edge."""
+    bins = sampler.bins
+    if bins is None:
+        return []
+    known = [bins.max_output_len(k) for k in range(len(bins))]
+    if all(output_len is not None for output_len in known):
+        return known
+    rates: dict[int, float] = {}
+    for cut in cuts:
+        length, tokens = sampler.measure_length(cut), measure_tokens(cut)
+        k = bins.select(length, tokens)
+        if isinstance(k, int) and tokens and length > 0:
+            rates[k] = max(rates.get(k, 0.0), tokens / length)
+    if not rates:
+        return known
+    output_lens: list[int | None] = []
+    longest = 0
+    for k in range(len(bins)):
+        near = [rates[j] for j in (k - 1, k, k + 1) if j in rates] or [rates[min(rates, key=lambda j: abs(j - k))]]
+        # No shorter bucket may hold more: a longer cut can have at least as many tokens.
+        longest = max(longest, int(max(near) * bins.input_len(k)))
+        output_lens.append(longest)
+    return output_lens
 
 
-def _compare(one: Any, other: Any, path: str, *, values: bool, integers: bool = True) -> str | None:
-    if isinstance(one, OPAQUE) and isinstance(other, OPAQUE):
-        return None
-    if type(one) is not type(other):
-        if not values and (one is None or other is None):
-            return None  # a field that only some examples have
-        return f"{path} is a {type(one).__name__} here and a {type(other).__name__} there"
-    if isinstance(one, (torch.Tensor, np.ndarray)):
-        return _compare_arrays(one, other, path, values=values, integers=integers)
-    if isinstance(one, CutSet):
-        one, other = list(one), list(other)
-    parts = _parts(one)
-    if parts is None:
-        return f"{path}: {one!r} != {other!r}" if values and not _close(one, other) else None
-    other_parts = dict(_parts(other) or ())
-    if type(one) in (list, tuple, CutSet) and not values:
-        pairs = zip([v for _, v in parts], other_parts.values(), strict=False)
-        return next((d for i, (a, b) in enumerate(pairs) if (d := _compare(a, b, f"{path}[{i}]", values=False))), None)
-    if [key for key, _ in parts] != list(other_parts):
-        return f"{path} has the entries {[k for k, _ in parts][:8]!r} here and {list(other_parts)[:8]!r} there"
-    for key, value in parts:
-        difference = _compare(value, other_parts[key], f"{path}[{key!r}]", values=values, integers=integers)
-        if difference is not None:
-            return difference
-    return None
-
-
-def _compare_arrays(one: Any, other: Any, path: str, *, values: bool, integers: bool) -> str | None:
-    if one.dtype != other.dtype or one.ndim != other.ndim:
-        return f"{path} is {spell(one)} here and {spell(other)} there"
-    if values and tuple(one.shape) != tuple(other.shape):
-        return f"{path} has shape {tuple(one.shape)} tiled and {tuple(other.shape)} collated"
-    if values and integers and "int" in str(one.dtype) and not bool((one == other).all()):
-        return f"{path} holds other integers tiled than collated"
-    return None
-
-
-def _close(one: Any, other: Any) -> bool:
-    if isinstance(one, str):
-        return True  # ids differ between examples, and texts are of one length
-    if isinstance(one, float):
-        return one != one or abs(one - other) <= 1e-6 * max(abs(one), abs(other))
-    return bool(one == other)
-
-
-def _parts(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the children of a container, None for anything else."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, CutSet):
-        return list(enumerate(value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(name, getattr(value, name)) for name in value._fields]
-    if isinstance(value, (list, tuple)):
-        return list(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, *OPAQUE)):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-    return None
-
-
-def _arrays(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        yield path, value
-        return
-    for key, part in _parts(value) or ():
-        yield from _arrays(part, f"{path}[{key!r}]")
-
-
-def _shapes(value: Any, path: str, *, strings: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        yield path, tuple(value.shape)
-        return
-    if isinstance(value, str):
-        if strings:
-            yield path, (len(value),)
-        return
-    if type(value) is list and len({_kind(part) for part in value}) <= 1:
-        yield path, (len(value),)
-        inner: dict[str, list[tuple[int, ...]]] = {}
-        for part in value:  # per-example items are one place, as large as the largest of them
-            for name, shape in _shapes(part, f"{path}[*]", strings=strings):
-                inner.setdefault(name, []).append(shape)
-        for name, shapes in inner.items():
-            rank = max(len(shape) for shape in shapes)
-            yield name, tuple(max(s[d] for s in shapes if len(s) > d) for d in range(rank))
-        return
-    if isinstance(value, CutSet):
-        yield path, (len(list(value)),)
-        return
-    for key, part in _parts(value) or ():
-        yield from _shapes(part, f"{path}[{key!r}]", strings=strings)
-
-
-def _kind(value: Any) -> Any:
-    """Parts of one list that are of one kind are taken for one entry per example."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return type(value), str(value.dtype), value.ndim
-    return type(value)
-
-
-def spell(array: Any) -> str:
-    return f"{array.dtype} of rank {array.ndim}"
+def shape_label(shape: BucketShape) -> str:
+    """A shape in words: ``7.5 s x 40``."""
+    return f"{shape.input_len:g} s" + (f" x {shape.output_len}" if shape.output_len else "")
