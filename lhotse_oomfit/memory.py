@@ -21,7 +21,7 @@ import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError
-from lhotse_oomfit.profile import format_bytes, parse_bytes
+from lhotse_oomfit.profile import parse_bytes
 from lhotse_oomfit.storages import StorageTracker, watch_resizes
 
 __all__ = [
@@ -261,7 +261,7 @@ class CpuMemory:
 
     def fields(self) -> dict[str, str]:
         """The device and its limit."""
-        return {"device": "cpu", "device_memory": format_bytes(self._total_bytes)}
+        return {"device": "cpu", "device_memory": str(self._total_bytes)}
 
     @contextmanager
     def cap(self, limit_bytes: int) -> Iterator[None]:
@@ -419,13 +419,16 @@ def _expandable_segments() -> bool | None:
         return None
 
 
+_SETTERS: tuple[tuple[Any, str], ...] = (
+    (torch._C, "_accelerator_setAllocatorSettings"),  # torch 2.10 and later
+    (torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings"),
+    (torch.cuda.memory, "_set_allocator_settings"),
+)
+
+
 def _switch_on_expandable_segments() -> str | None:
     """Switch them on through whichever private name this torch has; None on success, else the reason."""
-    for owner, name in (
-        (torch._C, "_accelerator_setAllocatorSettings"),  # torch 2.10 and later
-        (torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings"),
-        (torch.cuda.memory, "_set_allocator_settings"),
-    ):
+    for owner, name in _SETTERS:
         setter = getattr(owner, name, None)
         if setter is None:
             continue
