@@ -9,6 +9,7 @@ by energy sees the numbers that it is used to.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -78,9 +79,14 @@ class PlainCut:
             raise WorstCaseError(f"cut {cut.id!r} holds video, which can't be stretched; pass make_batch")
         if not (cut.has_recording or cut.has_features):
             raise WorstCaseError(f"cut {cut.id!r} has neither audio nor features to stretch; pass make_batch")
-        audio = cut.load_audio() if cut.has_recording else None
-        features = cut.load_features() if cut.has_features else None
-        plain = _flatten_mix(cut, audio) if isinstance(cut, MixedCut) else cut
+        audio, features = _load_either(cut)
+        plain = _flatten_mix(cut, audio, features) if isinstance(cut, MixedCut) else cut
+        if audio is None or features is None:
+            plain = fastcopy(
+                plain,
+                recording=plain.recording if audio is not None else None,
+                features=plain.features if features is not None else None,
+            )
         arrays: dict[tuple[int, str], np.ndarray] = {}
         recordings: dict[str, np.ndarray] = {}
         for owner, holder in [(_OWNER_CUT, plain), *enumerate(plain.supervisions)]:
@@ -98,7 +104,7 @@ class PlainCut:
         return int(rate)
 
     def stretched(self, num_samples: int) -> DataCut:
-        """Return the cut in memory, ``num_samples`` long at :attr:`sampling_rate`; texts and tokens are as they were."""
+        """Return the cut in memory, ``num_samples`` long at :attr:`sampling_rate`, texts and tokens as they were."""
         duration = num_samples / self.sampling_rate
         cut = self.cut
         channels = list(cut.channel) if isinstance(cut.channel, (list, tuple)) else [cut.channel]
@@ -163,30 +169,79 @@ class PlainCut:
         return placed
 
 
-def clone(cut: DataCut, index: int) -> DataCut:
-    """Return copy number ``index`` of ``cut``: ids of its own, custom dicts of its own, the same data in memory."""
+def clone(cut: DataCut, index: int, *, distinct: bool = False) -> DataCut:
+    """Return copy number ``index`` of ``cut``: ids of its own, custom dicts of its own, the same data in memory.
+
+    :param distinct: give it a recording id and a text of its own, too, for datasets that drop repetitions.
+    """
+    suffix = f"-worst{index}"
+    changes: dict[str, Any] = {}
+    shared_id = cut.recording_id
+    if distinct:
+        shared_id = f"{shared_id}{suffix}"
+        if cut.recording is not None:
+            changes["recording"] = fastcopy(cut.recording, id=shared_id)
+        if cut.features is not None:
+            changes["features"] = fastcopy(cut.features, recording_id=shared_id)
     return fastcopy(
         cut,
-        id=f"{cut.id}-worst{index}",
-        custom=dict(cut.custom) if cut.custom is not None else None,
+        id=f"{cut.id}{suffix}",
+        custom=_copied(cut.custom),
         supervisions=[
             fastcopy(
                 sup,
-                id=f"{sup.id}-worst{index}",
-                custom=dict(sup.custom) if sup.custom is not None else None,
+                id=f"{sup.id}{suffix}",
+                recording_id=shared_id,
+                text=_distinct_text(sup.text, index) if distinct else sup.text,
+                custom=_copied(sup.custom),
             )
             for sup in cut.supervisions
         ],
+        **changes,
     )
 
 
-def _flatten_mix(cut: MixedCut, audio: np.ndarray | None) -> DataCut:
+def _copied(custom: dict[str, Any] | None) -> dict[str, Any] | None:
+    if custom is None:
+        return None
+    return {name: copy.copy(value) if isinstance(value, (list, dict, set)) else value for name, value in custom.items()}
+
+
+def _distinct_text(text: str | None, index: int) -> str | None:
+    """Overwrite the end of ``text`` by the number in letters, so that as many characters stay."""
+    if not text:
+        return text
+    code = ""
+    while index or not code:
+        index, digit = divmod(index, 26)
+        code += chr(ord("a") + digit)
+    code = code[: len(text)]
+    return text[: len(text) - len(code)] + code
+
+
+def _load_either(cut: Cut) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Read audio and features; where a cut has both, the dataset may need one only, so one may be unreadable."""
+    audio = features = None
+    try:
+        audio = cut.load_audio() if cut.has_recording else None
+    except Exception:
+        if not cut.has_features:
+            raise
+    try:
+        features = cut.load_features() if cut.has_features else None
+    except Exception:
+        if audio is None:
+            raise
+    return audio, features
+
+
+def _flatten_mix(cut: MixedCut, audio: np.ndarray | None, features: np.ndarray | None) -> DataCut:
     """Describe what ``cut`` sounds like as one plain cut; the data are in the arrays read by the caller."""
     first = next(track.cut for track in cut.tracks if isinstance(track.cut, DataCut))
     num_channels = audio.shape[0] if audio is not None else int(first.num_channels or 1)
     several = num_channels > 1
     channel: Any = list(range(num_channels)) if several else 0
-    recording = features = None
+    recording = None
     if audio is not None:
         recording = Recording(
             id=first.recording_id,
@@ -195,8 +250,16 @@ def _flatten_mix(cut: MixedCut, audio: np.ndarray | None) -> DataCut:
             num_samples=audio.shape[1],
             duration=audio.shape[1] / cut.sampling_rate,
         )
-    if cut.has_features:
-        features = fastcopy(first.features, start=0.0, duration=cut.duration, channels=channel)
+    manifest = None
+    if features is not None:
+        manifest = fastcopy(
+            first.features,
+            start=0.0,
+            duration=cut.duration,
+            num_frames=features.shape[0],
+            recording_id=first.recording_id,
+            channels=channel,
+        )
     kind = MultiCut if several else MonoCut
     return kind(
         id=cut.id,
@@ -207,7 +270,7 @@ def _flatten_mix(cut: MixedCut, audio: np.ndarray | None) -> DataCut:
             fastcopy(sup, channel=channel if not several else sup.channel, recording_id=first.recording_id)
             for sup in cut.supervisions
         ],
-        features=features,
+        features=manifest,
         recording=recording,
         custom=dict(cut.custom or {}) or None,
     )

@@ -13,27 +13,19 @@ import dataclasses
 import itertools
 import operator
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from lhotse.array import Array, TemporalArray
-from lhotse.audio import Recording
 from lhotse.cut import Cut, CutSet
-from lhotse.features import Features
-from lhotse.supervision import SupervisionSegment
 from lhotse.utils import fastcopy
 
-__all__ = ["RefusedError", "Shape", "compare", "find_structure", "num_bytes", "shape_of", "tile"]
+from lhotse_oomfit.batch_shape import OPAQUE, SCALARS, num_bytes, same_structure, spell
 
-_OPAQUE = (Cut, SupervisionSegment, Recording, Features, Array, TemporalArray)
-_SCALARS = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, Path)
+__all__ = ["RefusedError", "find_structure", "has_batch_dimension", "is_steady", "signature", "structure_bytes", "tile"]
 
 _NOT_NUMBERED = torch.empty(0)
-
-Shape = Mapping[str, tuple[int, ...]]
 
 
 class RefusedError(Exception):
@@ -164,54 +156,20 @@ def has_batch_dimension(structure: _Leaf) -> bool:
     return isinstance(structure, (_BatchTensor, _BatchList))
 
 
-def compare(tiled: Any, real: Any, *, integers: bool = True) -> str | None:
-    """Say where a tiled batch differs from a really collated one; None where it doesn't.
-
-    Compared are classes, keys, dtypes, shapes, and the values of integers and numbers; the values of float tensors
-    depend on augmentation. Cuts are opaque: their number is compared.
-
-    :param integers: False leaves out the values of integer tensors, for datasets that draw them at random.
-    """
-    return _compare(tiled, real, "batch", values=True, integers=integers)
-
-
-def exceeds(real: Any, worst: Any) -> str | None:
-    """Say where a real batch is larger than the worst case of as many examples; None where it's dominated."""
-    limits = shape_of(worst)
-    for path, shape in shape_of(real).items():
-        limit = limits.get(path)
-        if limit is None or len(limit) != len(shape):
-            continue  # another structure, which same_structure() tells of
-        if any(size > most for size, most in zip(shape, limit, strict=True)):
-            return f"{path} has shape {shape}, the worst case {limit}"
-    return None
-
-
 def is_steady(structure: _Leaf) -> bool:
     """Whether all integer tensors hold the same values in every draw."""
     if isinstance(structure, _Container):
         return all(is_steady(child) for _, child in structure.children)
-    return not (isinstance(structure, _BatchTensor) and structure.random)
+    return not (isinstance(structure, _BatchTensor) and structure.random and _is_exact(structure.source))
 
 
-def same_structure(one: Any, other: Any) -> str | None:
-    """Say where two batches differ in classes, keys, dtypes or ranks, whatever their sizes; None where they don't."""
-    return _compare(one, other, "batch", values=False)
-
-
-def shape_of(batch: Any) -> Shape:
-    """Return the sizes of everything in the batch by place: tensor shapes, lengths of strings and of lists."""
-    return dict(_shapes(batch, "batch"))
-
-
-def num_bytes(batch: Any) -> int:
-    """Return the bytes of all tensors and arrays in the batch."""
-    return sum(x.nbytes for _, x in _arrays(batch, "batch"))
-
-
-def int_values(batch: Any) -> list[np.ndarray]:
-    """Return all integer tensors and arrays, in order: lengths and indices among them."""
-    return [np.asarray(x) for _, x in _arrays(batch, "batch") if "int" in str(x.dtype)]
+def structure_bytes(structure: _Leaf) -> int:
+    """Return the bytes of the tensors that the structure holds: about one example's."""
+    if isinstance(structure, _Container):
+        return sum(structure_bytes(child) for _, child in structure.children)
+    if isinstance(structure, _BatchTensor):
+        return structure.source.nbytes
+    return num_bytes(structure.items) if isinstance(structure, _BatchList) else 0
 
 
 class _Finder:
@@ -235,9 +193,9 @@ class _Finder:
             return self._tensor(draws.map(lambda array: torch.from_numpy(np.array(array))), path, as_numpy=True)
         if isinstance(two, CutSet):
             return self._sequence(draws.map(list), path, CutSet.from_cuts)
-        if isinstance(two, (*_SCALARS, np.generic)):
+        if isinstance(two, (*SCALARS, np.generic)):
             return self._scalar(draws, path)
-        if isinstance(two, _OPAQUE):
+        if isinstance(two, OPAQUE):
             return _Constant(path, two)
         if kind in (dict, OrderedDict, defaultdict):
             return self._mapping(draws, path)
@@ -254,7 +212,7 @@ class _Finder:
         for tensor in (two, three, other):
             _check_plain(tensor, path)
         if two.dtype != three.dtype or two.ndim != three.ndim:
-            raise RefusedError(f"{path} is {_spell(two)} for two examples and {_spell(three)} for three")
+            raise RefusedError(f"{path} is {spell(two)} for two examples and {spell(three)} for three")
         if two.shape != other.shape:
             raise RefusedError(f"{path} has a random shape: {tuple(two.shape)} and {tuple(other.shape)}")
         two, three, other = two.detach(), three.detach(), other.detach()
@@ -346,7 +304,7 @@ class _Finder:
         groups = [three[i * per_example : (i + 1) * per_example] for i in range(3)]
         for index, item in enumerate(three):
             _check_item(item, f"{path}[{index}]")
-            difference = _compare(groups[0][index % per_example], item, f"{path}[{index}]", values=False)
+            difference = same_structure(groups[0][index % per_example], item, path=f"{path}[{index}]")
             if difference is not None:
                 raise RefusedError(f"{path} holds unlike items: {difference}")
         step, chosen = 0, 0
@@ -405,7 +363,7 @@ def _check_item(item: Any, path: str) -> None:
     elif type(item) is dict:
         for key, part in item.items():
             _check_item(part, f"{path}[{key!r}]")
-    elif not isinstance(item, (*_SCALARS, *_OPAQUE, np.ndarray, np.generic)):
+    elif not isinstance(item, (*SCALARS, *OPAQUE, np.ndarray, np.generic)):
         raise RefusedError(
             f"{path} is a {type(item).__module__}.{type(item).__qualname__}, whose structure isn't known"
         )
@@ -448,112 +406,9 @@ def _copied(item: Any, index: int) -> Any:
     return item
 
 
-def _compare(one: Any, other: Any, path: str, *, values: bool, integers: bool = True) -> str | None:
-    if isinstance(one, _OPAQUE) and isinstance(other, _OPAQUE):
-        return None
-    if type(one) is not type(other):
-        if not values and (one is None or other is None):
-            return None  # a field that only some examples have
-        return f"{path} is a {type(one).__name__} here and a {type(other).__name__} there"
-    if isinstance(one, (torch.Tensor, np.ndarray)):
-        return _compare_arrays(one, other, path, values=values, integers=integers)
-    if isinstance(one, CutSet):
-        one, other = list(one), list(other)
-    parts = _parts(one)
-    if parts is None:
-        return f"{path}: {one!r} != {other!r}" if values and not _close(one, other) else None
-    other_parts = dict(_parts(other) or ())
-    if type(one) in (list, tuple, CutSet) and not values:
-        pairs = zip([v for _, v in parts], other_parts.values(), strict=False)
-        return next((d for i, (a, b) in enumerate(pairs) if (d := _compare(a, b, f"{path}[{i}]", values=False))), None)
-    if [key for key, _ in parts] != list(other_parts):
-        return f"{path} has the entries {[k for k, _ in parts][:8]!r} here and {list(other_parts)[:8]!r} there"
-    for key, value in parts:
-        difference = _compare(value, other_parts[key], f"{path}[{key!r}]", values=values, integers=integers)
-        if difference is not None:
-            return difference
-    return None
-
-
-def _compare_arrays(one: Any, other: Any, path: str, *, values: bool, integers: bool) -> str | None:
-    if one.dtype != other.dtype or one.ndim != other.ndim:
-        return f"{path} is {_spell(one)} here and {_spell(other)} there"
-    if values and tuple(one.shape) != tuple(other.shape):
-        return f"{path} has shape {tuple(one.shape)} tiled and {tuple(other.shape)} collated"
-    if values and integers and "int" in str(one.dtype) and not bool((one == other).all()):
-        return f"{path} holds other integers tiled than collated"
-    return None
-
-
-def _close(one: Any, other: Any) -> bool:
-    if isinstance(one, str):
-        return True  # ids differ between examples, and texts are of one length
-    if isinstance(one, float):
-        return one != one or abs(one - other) <= 1e-6 * max(abs(one), abs(other))
-    return bool(one == other)
-
-
-def _parts(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the children of a container, None for anything else."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, CutSet):
-        return list(enumerate(value))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return [(name, getattr(value, name)) for name in value._fields]
-    if isinstance(value, (list, tuple)):
-        return list(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, *_OPAQUE)):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-    return None
-
-
-def _arrays(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        yield path, value
-        return
-    for key, part in _parts(value) or ():
-        yield from _arrays(part, f"{path}[{key!r}]")
-
-
-def _shapes(value: Any, path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        yield path, tuple(value.shape)
-        return
-    if isinstance(value, str):
-        yield path, (len(value),)
-        return
-    if type(value) is list and len({_kind(part) for part in value}) <= 1:
-        yield path, (len(value),)
-        inner: dict[str, list[tuple[int, ...]]] = {}
-        for part in value:  # per-example items are one place, as large as the largest of them
-            for name, shape in _shapes(part, f"{path}[*]"):
-                inner.setdefault(name, []).append(shape)
-        for name, shapes in inner.items():
-            rank = max(len(shape) for shape in shapes)
-            yield name, tuple(max(s[d] for s in shapes if len(s) > d) for d in range(rank))
-        return
-    if isinstance(value, CutSet):
-        yield path, (len(list(value)),)
-        return
-    for key, part in _parts(value) or ():
-        yield from _shapes(part, f"{path}[{key!r}]")
-
-
-def _kind(value: Any) -> Any:
-    """Parts of one list that are of one kind are taken for one entry per example."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return type(value), str(value.dtype), value.ndim
-    return type(value)
-
-
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape:
         return False
     if one.dtype.is_floating_point or one.dtype.is_complex:
         return bool(torch.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=True))
     return bool(torch.equal(one, other))
-
-
-def _spell(array: Any) -> str:
-    return f"{array.dtype} of rank {array.ndim}"

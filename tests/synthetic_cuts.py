@@ -10,7 +10,22 @@ import soundfile
 from lhotse import CutSet, Fbank, FbankConfig, MonoCut, MultiCut, Recording, SupervisionSegment
 from lhotse.features.io import MemoryRawWriter
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "quietly", "box"]
+WORDS = [
+    "the",
+    "quick",
+    "brown",
+    "fox",
+    "jumps",
+    "over",
+    "a",
+    "lazy",
+    "dog",
+    "while",
+    "seven",
+    "wizards",
+    "quietly",
+    "box",
+]
 
 
 def make_cut(
