@@ -214,7 +214,9 @@ class Search:
 
     def is_settled(self, bucket: int) -> bool:
         """Whether `bucket` needs no further probe, as far as is known now."""
-        return self._slopes is not None and self._verify_size(bucket) is None
+        if self._slopes is None:
+            return self._buckets[bucket].fails == 1
+        return all(self._anchor_size(k) is None for k in self._anchors) and self._verify_size(bucket) is None
 
     def lower(self, bucket: int, size: int) -> None:
         """Take back a size: from now on `size` and all above it count as failed (a soak found an offender)."""
