@@ -19,6 +19,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import numbers
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -71,18 +73,17 @@ class BucketProfile:
     num_ooms: int = 0
 
     def __post_init__(self) -> None:
-        _check_int("size", self.size, low=1, high=MAX_SIZE)
-        _check_float("input_len", self.input_len, above=0.0)
-        if self.output_len is not None:
-            _check_int("output_len", self.output_len)
+        _set_int(self, "size", low=1, high=MAX_SIZE)
+        _set_float(self, "input_len", above=0.0)
+        for name in ("output_len", "peak_bytes"):
+            if getattr(self, name) is not None:
+                _set_int(self, name)
         if not isinstance(self.verified, bool):
             raise ProfileError(f"verified must be true or false, is {self.verified!r}")
-        if self.peak_bytes is not None:
-            _check_int("peak_bytes", self.peak_bytes)
         if self.step_s is not None:
-            _check_float("step_s", self.step_s)
-        _check_int("num_trials", self.num_trials)
-        _check_int("num_ooms", self.num_ooms)
+            _set_float(self, "step_s")
+        _set_int(self, "num_trials")
+        _set_int(self, "num_ooms")
 
     @property
     def input_s_per_step(self) -> float:
@@ -135,9 +136,9 @@ class Profile:
                 f"a profile must have one batch size a bucket, has {len(self.buckets)} for {len(self.bins)} buckets"
             )
         for name in ("budget_bytes", "num_trials", "num_ooms", "num_retries"):
-            _check_int(name, getattr(self, name))
-        _check_float("search_s", self.search_s)
-        _check_float("memory_fraction", self.memory_fraction, above=0.0, high=1.0)
+            _set_int(self, name)
+        _set_float(self, "search_s")
+        _set_float(self, "memory_fraction", above=0.0, high=1.0)
         _check_text("allocator", self.allocator)
         try:
             zone = datetime.fromisoformat(self.created.replace("Z", "+00:00")).utcoffset()
@@ -389,17 +390,27 @@ _BUCKET_KINDS: dict[str, Any] = {
 }
 
 
-def _check_int(name: str, value: Any, *, low: int = 0, high: int = _MAX_INT) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+def _set_int(owner: Any, name: str, *, low: int = 0, high: int = _MAX_INT) -> None:
+    """Check a whole number (numpy's too) and store it as a plain int."""
+    value = getattr(owner, name)
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or not low <= number <= high:
         raise ProfileError(f"{name} must be a whole number from {low} to {high}, is {value!r}")
+    object.__setattr__(owner, name, number)
 
 
-def _check_float(name: str, value: Any, *, above: float | None = None, high: float = math.inf) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not 0 <= value <= high or (above is not None and value <= above):
+def _set_float(owner: Any, name: str, *, above: float | None = None, high: float = math.inf) -> None:
+    """Check a finite number (numpy's too) and store it as a plain float."""
+    value = getattr(owner, name)
+    number = float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else math.nan
+    if not (math.isfinite(number) and 0 <= number <= high and (above is None or number > above)):
         low = "at least 0" if above is None else f"above {above:g}"
         top = "" if math.isinf(high) else f" and at most {high:g}"
         raise ProfileError(f"{name} must be a finite number {low}{top}, is {value!r}")
+    object.__setattr__(owner, name, number)
 
 
 def _check_text(name: str, value: Any) -> None:
