@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, Protocol
@@ -31,11 +33,11 @@ class Verdict(Enum):
 
 _BROKEN = re.compile(
     r"illegal memory access|device-side assert triggered|misaligned address|unspecified launch failure"
-    # NCCL ran out of memory itself: its communicator is lost, so this process can't go on.
-    r"|Cuda failure.*out of memory|NCCL.*out of memory",
-    re.DOTALL | re.IGNORECASE,
 )
 """The process can't be trusted after these, whatever else was raised on the way."""
+
+_NCCL_OOM = re.compile(r"Cuda failure.*out of memory|NCCL.*out of memory", re.DOTALL)
+"""NCCL ran out of memory itself: its communicator is lost, so trials can't go on in this process."""
 
 _NEVER = re.compile(
     r"out of resource: shared memory"  # Triton: a kernel's tile, not the batch
@@ -78,7 +80,7 @@ def judge(exc: BaseException, *, evidence: bool = False, outside: BaseException 
     if not isinstance(exc, Exception):
         return Verdict.NOT_MEMORY  # KeyboardInterrupt and the like
     chain = list(_chain(exc, outside))
-    if any(_BROKEN.search(str(link)) for link in chain):
+    if any(_BROKEN.search(text) or _NCCL_OOM.search(text) for text in map(str, chain)):
         return Verdict.NOT_MEMORY
     for link in chain:
         verdict = _verdict(link, evidence)
@@ -206,6 +208,12 @@ class TrialRunner:
                 verdict = Verdict.OOM
             if verdict is Verdict.NOT_MEMORY or usage is None:
                 _add_note(exc, f"raised by a trial step with {size} examples of bucket {bucket}")
+                if any(_NCCL_OOM.search(str(link)) for link in _chain(exc, outside)):
+                    _add_note(
+                        exc,
+                        "NCCL ran out of memory itself, so its communicator is lost and this process can't go on; "
+                        "lower memory_fraction or pass reserve= to leave it room",
+                    )
                 raise
             status = "oom" if verdict is Verdict.OOM else "ceiling"
             error = f"{verdict.value}: {type(exc).__name__}: {str(exc).strip().partition(chr(10))[0]}"
@@ -214,7 +222,9 @@ class TrialRunner:
             _clear_frames(exc, outside)
         measured = usage()
         if status == "fits" and measured.num_ooms:
-            status, error = "oom", f"{measured.num_ooms} failed allocations, which the training step caught itself"
+            plural = "s" if measured.num_ooms > 1 else ""
+            status = "oom"
+            error = f"{measured.num_ooms} failed allocation{plural}, which the training step caught itself"
         return Trial(bucket=bucket, size=size, status=status, usage=measured, error=error)
 
     def _run_step(self, bucket: int, size: int, with_optimizer: bool) -> None:
@@ -235,6 +245,29 @@ class TrialRunner:
             )
         except RuntimeError:  # the device no longer answers
             return False
+
+
+@contextmanager
+def _older_objects_set_aside() -> Iterator[Callable[[], None]]:
+    """Let garbage collections look only at objects that are made in here; yields a function that ends that early.
+
+    A whole process is slow to look through (a tenth of a second and more with torch loaded), and what a trial must
+    clear is what the trial made. A process that froze objects itself is left as it is.
+    """
+    frozen = gc.get_freeze_count() == 0
+    if frozen:
+        gc.freeze()
+
+    def put_back() -> None:
+        nonlocal frozen
+        if frozen:
+            frozen = False
+            gc.unfreeze()
+
+    try:
+        yield put_back
+    finally:
+        put_back()
 
 
 def _add_note(exc: BaseException, note: str) -> None:
