@@ -11,6 +11,7 @@ imported inside the functions that need it.
 from __future__ import annotations
 
 import dataclasses
+import dis
 import enum
 import functools
 import hashlib
@@ -18,6 +19,7 @@ import inspect
 import json
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -244,9 +246,8 @@ def _plain(value: Any) -> str | None:
             return f"{len(texts)} values, sha {short_sha(texts)}"
         return _clip("[" + ", ".join(texts) + "]")
     if isinstance(value, functools.partial):
-        return (
-            f"partial {_plain(value.func)}({', '.join(f'{k}={_plain(v)}' for k, v in sorted(value.keywords.items()))})"
-        )
+        named = [f"{key}={_plain(item)}" for key, item in sorted(value.keywords.items())]
+        return _clip(f"partial {_plain(value.func)}({', '.join([*map(str, map(_plain, value.args)), *named])})")
     if inspect.isroutine(value) or isinstance(value, type):
         return _strip(str(getattr(value, "__qualname__", type(value).__qualname__)))
     if type(value).__module__ == "torch" and type(value).__name__ in {"dtype", "memory_format", "layout"}:
@@ -266,18 +267,24 @@ def _configurations(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _as_mapping(value: Any) -> Mapping[Any, Any] | None:
+    """A configuration as a mapping; None for anything that isn't one."""
+    omegaconf = sys.modules.get("omegaconf")  # whoever made a DictConfig has imported it
+    if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
+        try:
+            value = omegaconf.OmegaConf.to_container(value, resolve=True)
+        except omegaconf.errors.OmegaConfBaseException:  # an interpolation that only works elsewhere
+            value = omegaconf.OmegaConf.to_container(value, resolve=False)
     if isinstance(value, Mapping):
         return value
-    if type(value).__name__ in {"DictConfig", "Namespace", "SimpleNamespace"} or dataclasses.is_dataclass(value):
-        try:
-            return dict(value) if type(value).__name__ == "DictConfig" else dict(vars(value))
-        except TypeError:  # a dataclass with slots
-            return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    if isinstance(value, type):
+        return None
     to_dict = getattr(value, "to_dict", None)
-    if callable(to_dict) and not isinstance(value, type):
+    if callable(to_dict):
         made = to_dict()
         return made if isinstance(made, Mapping) else None
-    return None
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    return dict(vars(value)) if type(value).__name__ in {"Namespace", "SimpleNamespace"} else None
 
 
 def _flatten(config: Any, prefix: str = "", depth: int = 8) -> Iterator[tuple[str, str]]:
@@ -287,9 +294,9 @@ def _flatten(config: Any, prefix: str = "", depth: int = 8) -> Iterator[tuple[st
         name = str(key)
         if not _counts(name, from_init=True):
             continue
-        if type(value).__name__ == "ListConfig":
-            value = list(value)
         text = _plain(value)
+        if text == "???":  # OmegaConf's mark of a missing value
+            continue
         if text is not None:
             yield prefix + name, text
         elif depth and _as_mapping(value) is not None:
@@ -365,7 +372,7 @@ def _is_compiled(module: Any) -> bool:
 
 def _is_own(cls: type) -> bool:
     """Whether a class is the user's or a toolkit's, and not one of torch's, whose ``extra_repr`` says everything."""
-    return cls.__module__.split(".")[0] not in {"torch", "torchmetrics", "builtins"}
+    return cls.__module__.split(".")[0] not in {"torch", "torchmetrics"}
 
 
 def _class_code(cls: type) -> str:
@@ -380,15 +387,16 @@ def _class_code(cls: type) -> str:
 
 
 def _code(code: CodeType) -> list[Any]:
-    constants: list[Any] = []
-    for constant in code.co_consts:
-        if inspect.iscode(constant):
-            constants.append(_code(constant))
-        elif isinstance(constant, frozenset):
-            constants.append(sorted(map(repr, constant)))
-        elif not isinstance(constant, str):  # strings are docstrings, messages and keys: none of them allocates
-            constants.append(repr(constant))
-    return [code.co_code.hex(), list(code.co_names), constants]
+    parts: list[Any] = []
+    for step in dis.get_instructions(code):
+        value = step.argval
+        if step.opcode not in dis.hasconst:
+            parts.append((step.opname, step.argrepr))
+        elif inspect.iscode(value):
+            parts.append((step.opname, _code(value)))
+        else:  # a docstring is no constant that any instruction loads
+            parts.append((step.opname, sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)))
+    return parts
 
 
 def _optimizer_flag(key: str, value: Any) -> str | None:
