@@ -174,12 +174,17 @@ class TrialRunner:
         An error that isn't about memory is raised as it is, with a note that names the bucket and the size
         (Python 3.11 and later). On return no gradient is left, unless they are to be kept, and memory is free.
         """
-        trial = self._attempt(bucket, size, with_optimizer)
-        # The exception, and with it every frame of the step, is gone only now: clean up here, not where it was caught.
-        if not self._keep_gradients:
-            self._step.zero_grad()
-        if release or trial.status != "fits":
-            self._memory.release()
+        with _older_objects_set_aside() as put_back:
+            trial = self._attempt(bucket, size, with_optimizer)
+            # The exception, and with it every frame of the step, is gone only now: clean up here, not where it was
+            # caught.
+            if not self._keep_gradients:
+                self._step.zero_grad()
+            if trial.status != "fits":
+                put_back()  # whoever holds on to a failed step may be older
+                release = True
+            if release:
+                self._memory.release()
         if trial.status == "fits":
             self._smallest_fit[bucket] = min(size, self._smallest_fit.get(bucket, size))
         logger.debug(
