@@ -47,6 +47,8 @@ class Snapshot:
 
     def __init__(self) -> None:
         self._seen: dict[int, object] = {}  # holds the objects, so that no id is used twice
+        # Types to pass over, without and with objects being opened: a long list holds many of a few types.
+        self._inert: tuple[set[type], set[type]] = (set(), set())
         self._restorers: list[Callable[[], object]] = []
         self._unkept: list[_Unkept] = []
         self._globals = _GlobalState()
@@ -148,7 +150,8 @@ class Snapshot:
             self._restorers.append(partial(_set_training, submodule, submodule.training))
 
     def _keep(self, value: Any, *, opens: bool) -> None:
-        if isinstance(value, _ATOMS):
+        inert = self._inert[opens]
+        if type(value) in inert:
             return
         if isinstance(value, _STATEFUL):
             self._keep_object(value, opens=True)
@@ -158,10 +161,17 @@ class Snapshot:
         elif isinstance(value, dict | list | set | deque | bytearray | tuple | frozenset):
             if self._is_new(value):
                 self._keep_container(value)
-        elif (restorer := _state_of(value)) is not None:
+        elif isinstance(value, _GENERATORS_AND_ARRAYS):
             if self._is_new(value):
-                self._restorers.append(restorer)
-        elif opens and hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] not in _CLOSED:
+                self._restorers.append(_state_of(value))
+        elif (
+            not opens
+            or isinstance(value, _ATOMS)
+            or not hasattr(value, "__dict__")
+            or type(value).__module__.partition(".")[0] in _CLOSED
+        ):
+            inert.add(type(value))
+        else:
             self._keep_object(value, opens=False)
 
     def _keep_container(self, container: Any) -> None:
@@ -338,19 +348,28 @@ def _bytearray(container: bytearray) -> Callable[[], None]:
     return restore
 
 
-def _state_of(value: Any) -> Callable[[], object] | None:
-    """A function that puts an array's or a generator's state back; None for any other object."""
+_GENERATORS_AND_ARRAYS = (
+    np.ndarray, torch.Generator, random.Random, np.random.RandomState, np.random.Generator
+)  # fmt: skip
+
+
+def _state_of(value: Any) -> Callable[[], object]:
+    """A function that puts an array's or a generator's state back."""
     if isinstance(value, np.ndarray):
-        return partial(np.copyto, value, value.copy()) if value.flags.writeable else None
+        return partial(np.copyto, value, value.copy()) if value.flags.writeable else _nothing
     if isinstance(value, torch.Generator):
         return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+    if isinstance(value, random.SystemRandom):
+        return _nothing
+    if isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
     if isinstance(value, np.random.RandomState):
         return partial(value.set_state, value.get_state())
-    if isinstance(value, np.random.Generator):
-        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    return None
+    return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _gradient(tensor: torch.Tensor) -> Callable[[], None]:
@@ -369,7 +388,7 @@ def _tensor(tensor: torch.Tensor, *, values: bool) -> Callable[[], None]:
     """Restores a tensor's values in place, and its shape where the step resized it."""
     shape, device = tensor.shape, tensor.device
     if not values or device.type == "meta" or _is_freed(tensor):
-        return lambda: None
+        return _nothing
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         whole = tensor.detach().clone()
 
