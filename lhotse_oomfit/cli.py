@@ -188,14 +188,16 @@ def export(store: ProfileStore, profile: str, style: str, prefix: str | None, as
 @click.pass_obj
 def clear(store: ProfileStore, profile: str | None, yes: bool, as_json: bool) -> None:
     """Delete PROFILE, or every profile in the cache, so that the next run measures again."""
+    if as_json and not yes:
+        raise click.UsageError("--json can't ask before it deletes; pass --yes too")
     if profile is not None:
         paths = [_path(store, profile)]
-        if not yes and not as_json:
+        if not yes:
             click.confirm(f"delete {paths[0]}?", abort=True, err=True)
         paths[0].unlink()
     else:
         entries = store.entries()
-        if entries and not yes and not as_json:
+        if entries and not yes:
             click.confirm(f"delete {len(entries)} profiles in {store.directory}?", abort=True, err=True)
         paths = store.clear()
     if as_json:
@@ -275,12 +277,17 @@ def _width() -> int:
     return shutil.get_terminal_size((80, 24)).columns
 
 
-def _echo(*parts: RenderableType) -> None:
+def _echo(part: RenderableType) -> None:
+    """Print a table; into a pipe or file without the blanks that fill its lines."""
     from rich.console import Console
 
-    console = Console(width=_width(), highlight=False, soft_wrap=False)
-    for part in parts:
+    console = Console(width=_width(), highlight=False)
+    if console.is_terminal:
         console.print(part)
+        return
+    with console.capture() as capture:
+        console.print(part)
+    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
 def _echo_json(value: Any) -> None:

@@ -34,7 +34,10 @@ def profile_table(profile: Profile, *, width: int = 80) -> Table:
     wide = width >= _NARROW
     timed = wide and any(bucket.step_s is not None for bucket in profile.buckets)
     predicted = any(not bucket.verified for bucket in profile.buckets)
-    table = _table(caption=summary(profile) + ("\n* predicted: no step ran at this size" if predicted else ""))
+    table = _table(
+        caption=summary(profile).replace("; ", "\n", 1)
+        + ("\n* predicted: no step ran at this size" if predicted else "")
+    )
     heads = ["up to", "size", "peak", "budget"]
     heads += ["input s/step"] if wide else []
     heads += ["step", "input s/s"] if timed else []
@@ -68,7 +71,7 @@ def summary(profile: Profile) -> str:
         f"{_count(profile.num_trials, 'trial step')}, {_count(profile.num_ooms, 'OOM')}, "
         f"{_count(profile.num_retries, 'allocator retry', 'allocator retries')}, {profile.search_s:.1f} s; "
         f"budget {format_bytes(profile.budget_bytes)} "
-        f"(fraction {profile.memory_fraction:g}, allocator {profile.allocator})"
+        f"(fraction {profile.memory_fraction:g}, {profile.allocator})"
     )
 
 
