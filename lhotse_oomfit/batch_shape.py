@@ -15,7 +15,18 @@ from lhotse.cut import Cut, CutSet
 from lhotse.features import Features
 from lhotse.supervision import SupervisionSegment
 
-__all__ = ["OPAQUE", "SCALARS", "Shape", "compare", "exceeds", "num_bytes", "same_structure", "shape_of", "spell"]
+__all__ = [
+    "OPAQUE",
+    "SCALARS",
+    "Shape",
+    "compare",
+    "exceeds",
+    "largest",
+    "num_bytes",
+    "same_structure",
+    "shape_of",
+    "spell",
+]
 
 OPAQUE = (Cut, SupervisionSegment, Recording, Features, Array, TemporalArray)  # manifests, never looked into
 SCALARS = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, Path)
@@ -34,16 +45,24 @@ def compare(tiled: Any, real: Any, *, integers: bool = True) -> str | None:
     return _compare(tiled, real, "batch", values=True, integers=integers)
 
 
-def exceeds(real: Any, worst: Any) -> str | None:
+def exceeds(real: Shape, worst: Shape) -> str | None:
     """Say where a real batch is larger than the worst case of as many examples; None where it's dominated."""
-    limits = shape_of(worst, strings=False)  # the characters of a text are no measure of its tokens
-    for path, shape in shape_of(real, strings=False).items():
-        limit = limits.get(path)
+    for path, shape in real.items():
+        limit = worst.get(path)
         if limit is None or len(limit) != len(shape):
             continue  # another structure, which same_structure() tells of
         if any(size > most for size, most in zip(shape, limit, strict=True)):
             return f"{path} has shape {shape}, the worst case {limit}"
     return None
+
+
+def largest(one: Shape, other: Shape) -> dict[str, tuple[int, ...]]:
+    """Return the larger size in every dimension of every place."""
+    merged = dict(one)
+    for path, shape in other.items():
+        known = merged.get(path)
+        merged[path] = shape if known is None or len(known) != len(shape) else tuple(map(max, known, shape))
+    return merged
 
 
 def same_structure(one: Any, other: Any, *, path: str = "batch") -> str | None:
@@ -58,7 +77,7 @@ def shape_of(batch: Any, *, strings: bool = True) -> Shape:
 
 def num_bytes(batch: Any) -> int:
     """Return the bytes of all tensors and arrays in the batch."""
-    return sum(x.nbytes for _, x in _arrays(batch, "batch"))
+    return sum(_bytes_of(x) for _, x in _arrays(batch, "batch"))
 
 
 def _compare(one: Any, other: Any, path: str, *, values: bool, integers: bool = True) -> str | None:
@@ -121,6 +140,10 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+def _bytes_of(array: Any) -> int:
+    return int(array.numel() * array.element_size() if isinstance(array, torch.Tensor) else array.nbytes)
+
+
 def _arrays(value: Any, path: str) -> Iterator[tuple[str, Any]]:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         yield path, value
@@ -131,7 +154,8 @@ def _arrays(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _shapes(value: Any, path: str, *, strings: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        yield path, tuple(value.shape)
+        ragged = isinstance(value, torch.Tensor) and value.is_nested  # has no shape that could be compared
+        yield path, (value.size(0), value.numel()) if ragged else tuple(value.shape)
         return
     if isinstance(value, str):
         if strings:

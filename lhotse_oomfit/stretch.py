@@ -29,9 +29,10 @@ from lhotse.utils import compute_num_frames, fastcopy
 from lhotse_oomfit.errors import WorstCaseError
 from lhotse_oomfit.transcript import spread_alignment
 
-__all__ = ["PlainCut", "clone", "num_samples_at"]
+__all__ = ["PlainCut", "clone", "independent", "num_samples_at"]
 
 _OWNER_CUT = -1  # the key of the cut's own custom dict; supervisions are keyed by their index
+_CODE_LETTERS = 4  # number 456,976 copies
 _SILENCE_LEVEL = 1e-3  # noise put in the place of digital silence, about -60 dBFS
 
 
@@ -79,6 +80,7 @@ class PlainCut:
             raise WorstCaseError(f"cut {cut.id!r} holds video, which can't be stretched; pass make_batch")
         if not (cut.has_recording or cut.has_features):
             raise WorstCaseError(f"cut {cut.id!r} has neither audio nor features to stretch; pass make_batch")
+        cut = independent(cut)
         audio, features = _load_either(cut)
         plain = _flatten_mix(cut, audio, features) if isinstance(cut, MixedCut) else cut
         if audio is None or features is None:
@@ -169,6 +171,16 @@ class PlainCut:
         return placed
 
 
+def independent(cut: Cut) -> Cut:
+    """Return a shallow copy that shares no mutable manifest with ``cut``; some of Lhotse's transforms write to cuts."""
+    if isinstance(cut, MixedCut):
+        return fastcopy(cut, tracks=[fastcopy(track, cut=independent(track.cut)) for track in cut.tracks])
+    if isinstance(cut, DataCut):
+        supervisions = [fastcopy(sup, custom=_copied(sup.custom)) for sup in cut.supervisions]
+        return fastcopy(cut, custom=_copied(cut.custom), supervisions=supervisions)
+    return copy.copy(cut)
+
+
 def clone(cut: DataCut, index: int, *, distinct: bool = False) -> DataCut:
     """Return copy number ``index`` of ``cut``: ids of its own, custom dicts of its own, the same data in memory.
 
@@ -212,10 +224,9 @@ def _distinct_text(text: str | None, index: int) -> str | None:
     if not text:
         return text
     code = ""
-    while index or not code:
+    for _ in range(min(_CODE_LETTERS, len(text))):
         index, digit = divmod(index, 26)
         code += chr(ord("a") + digit)
-    code = code[: len(text)]
     return text[: len(text) - len(code)] + code
 
 

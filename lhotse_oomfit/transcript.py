@@ -228,10 +228,13 @@ def _fit_text(text: str, num_tokens: int, count: Callable[[str], int], cut_id: s
     while count(stream(high)) < num_tokens:
         low, high = high, 2 * high
         if high > limit:
-            raise WorstCaseError(
-                f"the number of output tokens of cut {cut_id!r} doesn't follow the length of its text: "
-                f"{high} characters still give fewer than {num_tokens} tokens; pass make_batch"
-            )
+            most = count(stream(low))
+            if most <= count(stream(1)):
+                raise WorstCaseError(
+                    f"the number of output tokens of cut {cut_id!r} doesn't follow the length of its text: "
+                    f"{low} characters still give {most}, where {num_tokens} are needed; pass make_batch"
+                )
+            return _fit_text(text, most, count, cut_id)  # the measure stops counting there
     if count(stream(low)) > num_tokens:  # what isn't text (a prompt) already exceeds it
         return stream(low)
     while high - low > 1:

@@ -19,9 +19,9 @@ from lhotse.cut import Cut, CutSet
 from lhotse.cut.data import DataCut
 
 from lhotse_oomfit import tile as tiling
-from lhotse_oomfit.batch_shape import compare, exceeds, num_bytes, same_structure, shape_of
+from lhotse_oomfit.batch_shape import compare, exceeds, largest, num_bytes, same_structure, shape_of
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError, WorstCaseError
-from lhotse_oomfit.stretch import PlainCut, clone
+from lhotse_oomfit.stretch import PlainCut, clone, independent
 from lhotse_oomfit.template import Edges, Examples, fit_to_edges
 from lhotse_oomfit.undisturbed import reseed, undisturbed
 
@@ -75,6 +75,8 @@ class WorstCaseBatches:
         self._random_lengths = False
         self._signature: Any = None
         self._structures: OrderedDict[Edges, Any] = OrderedDict()
+        self._most_bytes: dict[Edges, float] = {}  # per example, where lengths are random
+        self._checked: set[Edges] = set()
         self._told: set[str] = set()
 
     @property
@@ -179,15 +181,21 @@ class WorstCaseBatches:
             if not real:
                 continue
             try:
-                batch = self._call(list(real), 5, f"{len(real)} real cuts")
+                batch = self._call(real, 5, f"{len(real)} real cuts")
             except WorstCaseError as error:
                 if not every_kind:
                     raise
                 logger.debug("the dataset can't collate cuts of all kinds together: %s", error)
                 continue
             edges = self._examples.edges_of(real) if within is None else within
-            excess = exceeds(batch, self._draw(edges, len(real), 5))
-            if excess is not None:
+            shape = shape_of(batch, strings=False)  # the characters of a text are no measure of its tokens
+            limit: dict[str, tuple[int, ...]] = {}
+            for draw in range(_SHAPE_DRAWS):  # of random lengths, the longest
+                limit = largest(limit, shape_of(self._draw(edges, len(real), draw), strings=False))
+                excess = exceeds(shape, limit)
+                if excess is None:
+                    break
+            else:
                 return excess
         return None
 
@@ -202,13 +210,13 @@ class WorstCaseBatches:
         for size in _CHECK_SIZES:
             real, tiled = self._draw(edges, size, 3), tiling.tile(structure, size)
             if self._random_lengths:
-                difference = exceeds(real, tiled)
+                difference = exceeds(shape_of(real, strings=False), shape_of(tiled, strings=False))
             else:
                 difference = compare(tiled, real, integers=tiling.is_steady(structure))
             if difference is not None:
                 raise tiling.RefusedError(f"at {size} examples, {difference}")
         distinct = self._examples.real(_NUM_REAL)
-        real = self._call(list(distinct), 4, f"{len(distinct)} real cuts")
+        real = self._call(distinct, 4, f"{len(distinct)} real cuts")
         difference = same_structure(tiling.tile(structure, len(distinct)), real)
         if difference is not None:
             raise tiling.RefusedError(f"with {len(distinct)} distinct cuts, {difference}")
@@ -244,6 +252,9 @@ class WorstCaseBatches:
         return structure
 
     def _check_bucket(self, edges: Edges) -> None:
+        if edges in self._checked:
+            return
+        self._checked.add(edges)
         length, tokens = self._measured(self._examples.at(edges))
         if edges[1] is not None and tokens != edges[1]:
             self._warn_once(
@@ -280,12 +291,12 @@ class WorstCaseBatches:
     def _collated(self, edges: Edges, size: int) -> Any:
         """Collate ``size`` copies for real; of random lengths, until they are as long as small batches can be."""
         batch = self._draw(edges, size)
-        if edges not in self._structures:
-            self._check_bucket(edges)
-            self._structures[edges] = None
+        self._check_bucket(edges)
         if not self._random_lengths:
             return batch
-        enough = 0.99 * num_bytes(self._longest(edges, 2)[0]) / 2 * size
+        if edges not in self._most_bytes:
+            self._most_bytes[edges] = num_bytes(self._longest(edges, 2)[0]) / 2
+        enough = 0.99 * self._most_bytes[edges] * size
         for draw in range(1, _LENGTH_DRAWS):
             if num_bytes(batch) >= enough:
                 break
@@ -305,7 +316,7 @@ class WorstCaseBatches:
     def _call(self, cuts: list[Cut], draw: int, what: str) -> Any:
         reseed(self._seed + draw)
         try:
-            return self._collate(CutSet.from_cuts(cuts))
+            return self._collate(CutSet.from_cuts([independent(cut) for cut in cuts]))
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:

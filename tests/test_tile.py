@@ -1,0 +1,192 @@
+"""The structure of a batch: found from two small ones, grown to any size."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lhotse import CutSet, MonoCut
+
+from lhotse_oomfit.batch_shape import compare, exceeds, largest, num_bytes, same_structure, shape_of
+from lhotse_oomfit.tile import RefusedError, find_structure, has_batch_dimension, is_steady, structure_bytes, tile
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+def tiled(make: Callable[[int], Any], size: int) -> Any:
+    return tile(find_structure(make(2), make(3), other_two=make(2)), size)
+
+
+@settings(deadline=None, max_examples=80)
+@given(data=st.data(), size=st.integers(1, 40), per_example=st.integers(1, 3))
+def test_padded_tensors_of_any_layout_are_what_they_would_be(data: st.DataObject, size: int, per_example: int) -> None:
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=0, max_size=3))
+    dim = data.draw(st.integers(0, len(sizes)))
+    dtype = data.draw(st.sampled_from(DTYPES))
+
+    def make(num: int) -> torch.Tensor:
+        one = (torch.arange(int(np.prod(sizes))) % 2).reshape(sizes).to(dtype).unsqueeze(dim)
+        return one.repeat_interleave(num * per_example, dim)
+
+    batch = tiled(make, size)
+    assert batch.dtype == dtype
+    assert torch.equal(batch, make(size))
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    size=st.integers(1, 300),
+    start=st.integers(-3, 3),
+    step=st.integers(-2, 5),
+    per_example=st.integers(1, 3),
+    dtype=st.sampled_from([torch.int32, torch.int64]),
+)
+def test_integers_that_number_examples_are_continued(
+    size: int, start: int, step: int, per_example: int, dtype: torch.dtype
+) -> None:
+    def make(num: int) -> dict[str, Any]:
+        index = (start + step * torch.arange(num)).repeat_interleave(per_example).to(dtype)
+        return {"index": index, "array": index.numpy(), "list": index.tolist()}
+
+    assert compare(tiled(make, size), make(size)) is None
+
+
+def test_each_entry_of_an_example_has_its_own_step() -> None:
+    def make(num: int) -> torch.Tensor:
+        return torch.stack([torch.arange(num), torch.full((num,), 7), 2 * torch.arange(num)], dim=1)
+
+    assert torch.equal(tiled(make, 9), make(9))
+
+
+def make_everything(num: int) -> dict[str, Any]:
+    return {
+        "dict": {"tensor": torch.ones(num, 3), "none": None, "text": "constant"},
+        "ordered": OrderedDict(flag=True, ratio=0.5),
+        "default": defaultdict(list, lens=torch.full((num,), 4)),
+        "pair": (torch.zeros(num), [torch.ones(5), torch.ones(2 * num)]),
+        "texts": ["words"] * num,
+        "alignments": [[1, 2, 3]] * num,
+        "waves": [torch.ones(1, 4)] * num,
+        "records": [{"id": f"a{i:03}", "wave": torch.ones(2)} for i in range(num)],
+        "count": num,
+        "total": 2.5 * num,
+        "sum": torch.tensor(3 * num),
+        "scalar": np.float32(2.0),
+        "array": np.ones((num, 2), dtype=np.float32),
+        "empty": [],
+        "nothing": torch.zeros(num, 0),
+        "path_like": b"x",
+        "nan": float("nan"),
+    }
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 64])
+def test_containers_and_scalars_are_what_they_would_be(size: int) -> None:
+    batch = tiled(make_everything, size)
+    assert compare(batch, make_everything(size)) is None
+    assert shape_of(batch) == shape_of(make_everything(size))
+    assert batch["default"].default_factory is list
+    assert type(batch["ordered"]) is OrderedDict
+
+
+def test_cuts_are_repeated_with_ids_of_their_own() -> None:
+    def make(num: int) -> dict[str, Any]:
+        cuts = [MonoCut(id=f"c{i}", start=0, duration=1, channel=0) for i in range(num)]
+        return {"set": CutSet.from_cuts(cuts), "list": cuts}
+
+    batch = tiled(make, 6)
+    assert isinstance(batch["set"], CutSet)
+    assert len({cut.id for cut in batch["set"]}) == 6
+    assert len(batch["list"]) == 6
+
+
+def test_a_tiled_batch_shares_no_memory() -> None:
+    def make(num: int) -> dict[str, Any]:
+        return {"list": [torch.ones(3)] * num, "tensor": torch.ones(num), "constant": torch.ones(4)}
+
+    structure = find_structure(make(2), make(3), other_two=make(2))
+    one, other = tile(structure, 4), tile(structure, 4)
+    pointers = [x.data_ptr() for batch in (one, other) for x in (*batch["list"], batch["tensor"], batch["constant"])]
+    assert len(set(pointers)) == len(pointers)
+
+
+def test_random_contents_are_taken_for_contents() -> None:
+    def make(num: int) -> dict[str, Any]:
+        return {"noise": torch.randn(num, 100), "masked": torch.randint(0, 1000, (num, 50)), "gain": torch.rand(7)}
+
+    structure = find_structure(make(2), make(3), other_two=make(2))
+    assert not is_steady(structure)
+    assert shape_of(tile(structure, 12)) == shape_of(make(12))
+
+
+def test_of_random_lengths_the_longest_stands_for_all() -> None:
+    two, other = {"lens": torch.tensor([9, 7])}, {"lens": torch.tensor([8, 9])}
+    structure = find_structure(two, {"lens": torch.tensor([7, 9, 8])}, other_two=other, random_lengths=True)
+    assert tile(structure, 4)["lens"].tolist() == [9, 9, 9, 9]
+
+
+REFUSALS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "another class": (lambda n: [1] if n == 2 else (1,), "batch is a list for two examples and a tuple for three"),
+    "another dtype": (
+        lambda n: torch.ones(n, dtype=torch.int32 if n == 2 else torch.int64),
+        "batch is torch.int32 of rank 1 for two examples and torch.int64 of rank 1 for three",
+    ),
+    "another rank": (lambda n: torch.ones([1] * n), "batch is torch.float32 of rank 2 for two examples and"),
+    "two dimensions": (lambda n: torch.ones(n, n), r"batch changes with the number of examples in 2 dimensions"),
+    "one more": (lambda n: torch.ones(n + 1), "3 entries along dimension 0 for two examples and 4 for three"),
+    "a list with one more": (lambda n: ["x"] * (n + 1), "batch has 3 entries for two examples and 4 for three"),
+    "a mean": (lambda n: torch.tensor(1 / n), "batch holds values that depend on the number of examples"),
+    "a joined text": (lambda n: "a " * n, "batch depends on the number of examples: 'a a ' for two"),
+    "unlike items": (lambda n: [torch.ones(1), "x", torch.ones(1)][:n], "batch holds unlike items"),
+    "object arrays": (lambda n: np.array(["a"] * n, dtype=object), "batch is an array of object"),
+    "sparse": (lambda n: torch.eye(n).to_sparse(), "batch is a nested or sparse tensor"),
+    "a set": (lambda n: set(range(n)), "batch is a builtins.set, whose structure isn't known"),
+    "unknown items": (lambda n: [object()] * n, r"batch\[0\] is a builtins.object, whose structure isn't known"),
+    "unsteady integers": (lambda n: [5, 1, 4][:n], "batch holds integers that differ between examples"),
+    "an order": (lambda n: torch.tensor([1, 0, 2])[:n], "batch differs between examples that are the same"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_is_not_understood_is_refused_by_its_place(case: str) -> None:
+    make, message = REFUSALS[case]
+    with pytest.raises(RefusedError, match=message):
+        find_structure(make(2), make(3), other_two=make(2))
+
+
+def test_random_shapes_are_refused() -> None:
+    with pytest.raises(RefusedError, match=r"batch has a random shape: \(2, 5\) and \(2, 6\)"):
+        find_structure(torch.ones(2, 5), torch.ones(3, 5), other_two=torch.ones(2, 6))
+
+
+def test_a_batch_without_batch_dimension_is_known_as_such() -> None:
+    structure = find_structure({"a": torch.ones(4)}, {"a": torch.ones(4)}, other_two={"a": torch.ones(4)})
+    assert not has_batch_dimension(structure)
+
+
+def test_the_structure_holds_one_example() -> None:
+    structure = find_structure(torch.ones(2, 10), torch.ones(3, 10), other_two=torch.ones(2, 10))
+    assert structure_bytes(structure) == 40
+    assert num_bytes(tile(structure, 8)) == 320
+
+
+def test_differences_are_told_by_their_place() -> None:
+    one = {"x": torch.ones(3), "n": 3}
+    assert compare(one, {"x": torch.ones(4), "n": 3}) == "batch['x'] has shape (3,) tiled and (4,) collated"
+    assert compare(one, {"x": torch.ones(3), "n": 4}) == "batch['n']: 3 != 4"
+    assert compare(one, {"x": torch.ones(3)}) == "batch has the entries ['x', 'n'] here and ['x'] there"
+    assert "is torch.float32 of rank 1 here" in (same_structure(one, {"x": torch.ones(3, 1), "n": 4}) or "")
+    assert same_structure(one, {"x": torch.ones(30), "n": 4}) is None
+
+
+def test_a_larger_real_batch_is_told_by_its_place() -> None:
+    real, worst = shape_of({"x": torch.ones(3, 5)}), shape_of({"x": torch.ones(3, 4)})
+    assert exceeds(real, worst) == "batch['x'] has shape (3, 5), the worst case (3, 4)"
+    assert exceeds(worst, real) is None
+    assert exceeds(real, largest(worst, shape_of({"x": torch.ones(2, 6)}))) is None
