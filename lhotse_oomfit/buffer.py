@@ -157,15 +157,18 @@ class BucketBuffer:
     def _choose(self, noise: FloatArray, ready: BoolArray) -> int | None:
         """A ready bucket, with probability proportional to its share of the data over its batch size.
 
-        An exponential race (the smallest of independent exponentials scaled by weights): with the same noise, ranks
-        whose weights differ a little nearly always choose the same bucket, more often than by inverting a cumulative
-        distribution. The share is the geometric mean of the share in what was taken in, which hardly differs between
-        ranks, and the share in the buffer, which leads a bucket back to its level; after the end of the source it is
-        the latter alone, so that all buckets run dry together.
+        An exponential race (the largest of weights over independent exponentials): with the same noise, ranks whose
+        weights differ a little nearly always choose the same bucket, three times as often as by inverting a
+        cumulative distribution. The share is that of all examples taken in, which hardly differs between ranks, drawn
+        towards the share in the buffer by its fourth root, which leads a bucket back to its level. After the end of
+        the source it is the share in the buffer, so that all buckets run dry together.
         """
         counts = self.buckets.counts
-        weights: FloatArray
-        weights = counts.astype(np.float64) if self._ended else np.sqrt(counts * (counts + self._drawn))
+        if self._ended:
+            weights: FloatArray = counts.astype(np.float64)
+        else:
+            taken_in = counts + self._drawn
+            weights = np.sqrt(np.sqrt(counts * taken_in) * taken_in)
         weights *= self.buckets.inverse_sizes
         weights *= ready
         weights /= noise

@@ -1,0 +1,100 @@
+"""What a source of cuts needs to be read again in the same order, and whether it can be.
+
+Lhotse's lazy sets are chains of objects that refer to each other. Some of them count how often they were iterated
+and shuffle differently each time; some seed themselves from the system; some read archives from their start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from lhotse import CutSet
+
+__all__ = ["counters", "inexact_because", "restore_counters", "sequential", "undisturbed"]
+
+# Attributes in which Lhotse 1.33 counts iterations: lhotse/lazy.py, lhotse/shar/readers/lazy.py, lhotse/cut/set.py.
+_COUNTERS = ("epoch", "num_iters", "num_times_iterated")
+_MOST_NODES = 10_000
+
+
+def _nodes(source: Any) -> Iterator[Any]:
+    """Every object of the chain behind a lazy set, in a fixed order."""
+    pending, seen = [source], set[int]()
+    while pending and len(seen) < _MOST_NODES:
+        node = pending.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, CutSet):
+            # An eager set is a list of cuts, and cuts aren't sources.
+            if not isinstance(node.data, (list, tuple, dict)):
+                pending.append(node.data)
+        elif type(node).__module__.startswith("lhotse.") and hasattr(node, "__dict__"):
+            yield node
+            for value in vars(node).values():
+                if isinstance(value, (list, tuple)) and len(value) < _MOST_NODES:
+                    pending += [item for item in value if _is_source(item)]
+                elif _is_source(value):
+                    pending.append(value)
+
+
+def _is_source(value: Any) -> bool:
+    return isinstance(value, CutSet) or (
+        type(value).__module__.startswith("lhotse.") and hasattr(value, "__iter__") and hasattr(value, "__dict__")
+    )
+
+
+def counters(sources: Iterable[Any]) -> list[int]:
+    """How often each part of the sources was iterated, in a fixed order."""
+    return [int(vars(node)[name]) for node, name in _counting(sources)]
+
+
+def restore_counters(sources: Iterable[Any], values: Sequence[int]) -> None:
+    """Set what :func:`counters` returned for the same sources; other sources are left alone."""
+    places = list(_counting(sources))
+    if len(places) == len(values):
+        for (node, name), value in zip(places, values, strict=True):
+            setattr(node, name, value)
+
+
+def _counting(sources: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+    for source in sources:
+        for node in _nodes(source):
+            for name in _COUNTERS:
+                if isinstance(vars(node).get(name), int):
+                    yield node, name
+
+
+@contextmanager
+def undisturbed(sources: Sequence[Any]) -> Iterator[None]:
+    """Iterate the sources inside, and leave them as if nobody had."""
+    before = counters(sources)
+    try:
+        yield
+    finally:
+        restore_counters(sources, before)
+
+
+def inexact_because(sources: Iterable[Any]) -> str | None:
+    """Why the sources may hold other cuts, or the same in another order, when they are read again; else ``None``."""
+    for source in sources:
+        if isinstance(source, Iterator):
+            return f"{type(source).__name__} can be read only once"
+        for node in _nodes(source):
+            seed = vars(node).get("seed")
+            if seed in ("trng", "randomized"):
+                return f"{type(node).__name__} is seeded with {seed!r}"
+            if type(node).__name__ == "LazyShuffler" and vars(node).get("rng") is None:
+                return "the source is shuffled without a generator of its own"
+    return None
+
+
+def sequential(sources: Iterable[Any]) -> bool:
+    """Whether reading the sources again means reading archives (tar, Shar) from their start."""
+    return any(
+        "Shar" in type(node).__name__ or "Webdataset" in type(node).__name__
+        for source in sources
+        for node in _nodes(source)
+    )
