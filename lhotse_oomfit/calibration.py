@@ -156,12 +156,12 @@ def measure_sizes(
             charged = budget_bytes + 1 if trial.usage.num_retries else trial.usage.reserved_bytes
             search.tell(probe, peak_bytes=trial.usage.allocated_bytes, charged_bytes=charged)
         if on_trial is not None:
-            on_trial(trial, book.bucket(probe.bucket))
+            on_trial(trial, book.bucket(probe.bucket, search.largest_fit(probe.bucket)))
     num_trials = book.num_trials
     if num_soak_steps and all(search.sizes):
         _soak(search, runner, memory, budget_bytes, num_soak_steps, book, on_trial)
     return Measurement(
-        buckets=tuple(book.bucket(k) for k in range(len(shapes))),
+        buckets=tuple(book.bucket(k, size) for k, size in enumerate(search.sizes)),
         num_trials=num_trials,
         num_soak_steps=book.num_trials - num_trials,
         num_ooms=book.num_ooms,
@@ -203,7 +203,7 @@ def _soak(
                     break
                 search.lower(k, smaller + 1)
             if on_trial is not None:
-                on_trial(trial, book.bucket(k))
+                on_trial(trial, book.bucket(k, search.sizes[k]))
     memory.release()
 
 
@@ -231,11 +231,11 @@ class _Book:
         else:
             self._trials[trial.bucket].append(trial)
 
-    def bucket(self, k: int) -> MeasuredBucket:
-        """What is known of bucket `k`; the peak is the model's where the size was lowered below one that ran."""
+    def bucket(self, k: int, size: int) -> MeasuredBucket:
+        """What is known of bucket `k` at `size`; the peak is the model's where the size was lowered below one that ran."""
         trials = self._trials[k]
         known = MeasuredBucket(
-            size=self._search.sizes[k],
+            size=size,
             num_trials=len(trials),
             num_ooms=sum(trial.status == "oom" for trial in trials),
             settled=self._search.is_settled(k),

@@ -208,6 +208,10 @@ class Search:
         ]
         return tuple(min([size, *sizes]) for size, sizes in zip(found, lighter, strict=True))
 
+    def largest_fit(self, bucket: int) -> int:
+        """The largest size of `bucket` that ran inside the budget so far; 0 while none did."""
+        return self._buckets[bucket].fits
+
     def predict_bytes(self, bucket: int, size: int) -> float:
         """The peak that the model expects of a step with `size` examples of `bucket`."""
         return self.resident_bytes + self._constant_bytes + self._slope(bucket) * size
