@@ -232,7 +232,7 @@ class _Book:
             self._trials[trial.bucket].append(trial)
 
     def bucket(self, k: int, size: int) -> MeasuredBucket:
-        """What is known of bucket `k` at `size`; the peak is the model's where the size was lowered below one that ran."""
+        """What is known of bucket `k` at `size`; the peak is the model's where the size was lowered."""
         trials = self._trials[k]
         known = MeasuredBucket(
             size=size,
