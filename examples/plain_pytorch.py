@@ -96,6 +96,7 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int, device: torch
         memory_limit=args.memory_limit,
         cache=args.cache,
         recalibrate=args.recalibrate,
+        precision="bf16" if device.type == "cuda" else "",
     )
 
     loader = recipe.training_loader(args, sampler, dataset, rank=rank, world_size=world_size)

@@ -46,7 +46,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     add("--memory-fraction", type=float, default=0.9, help="share of the memory that a training step may fill")
     add("--memory-limit", help=f"how much memory there is, e.g. 600MiB ({CPU_MEMORY_LIMIT} on a CPU, the card on CUDA)")
     add("--cache", help="folder or YAML file for profiles (else the user's cache folder)")
-    add("--recalibrate", choices=["auto", "always", "never"], default="auto", help="whether to trust a stored profile")
+    add("--recalibrate", choices=["auto", "always"], default="auto", help="always: measure, though a profile fits")
 
     add = result.add_argument_group("model and training").add_argument
     add("--model", choices=list(SIZES), default="tiny", help="size of the Conformer")
