@@ -9,13 +9,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lhotse_oomfit.digest import short_sha
 from lhotse_oomfit.traits import (
     batch_fields,
     dataset_fields,
     environment_fields,
     model_fields,
     optimizer_fields,
-    short_sha,
 )
 
 __all__ = [

@@ -11,29 +11,27 @@ imported inside the functions that need it.
 from __future__ import annotations
 
 import dataclasses
-import dis
-import enum
-import functools
-import hashlib
-import inspect
-import json
 import os
-import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from types import CodeType
+from lhotse_oomfit.bytecode import code_digest, is_own, moved_attributes
+from lhotse_oomfit.digest import clip, short_sha, strip_addresses
+from lhotse_oomfit.settings import MAX_ITEMS, as_text, attributes, configurations, counts, flatten, words
 
+if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["batch_fields", "dataset_fields", "environment_fields", "model_fields", "optimizer_fields", "short_sha"]
+__all__ = ["batch_fields", "dataset_fields", "environment_fields", "model_fields", "optimizer_fields"]
 
 _MAX_FIELDS = 300  # settings that get a field of their own; the digest beside them covers every one
-_MAX_ITEMS = 16  # elements of a sequence that are written out
-_MAX_CHARS = 120  # characters of a value that are written out
+_DATA_WORDS = {  # parts of the names of attributes that hold examples
+    "cuts", "cut", "data", "samples", "examples", "items", "entries", "recordings", "supervisions", "sampler",
+    "samplers", "corpus", "loader", "source", "sources", "cache", "random",
+}  # fmt: skip
+_DATA_MODULES = [["lhotse", part] for part in ("cut", "lazy", "supervision", "audio", "array", "manipulation", "utils")]
 
 
 def model_fields(model: nn.Module) -> dict[str, str]:
@@ -49,35 +47,39 @@ def model_fields(model: nn.Module) -> dict[str, str]:
     modules may replace them while they train (a growing table of positions, say).
     """
     modules = list(model.named_modules())
+    classes = list(dict.fromkeys(type(module) for _, module in modules))
     fields = {"model": type(model).__qualname__, "model.parameters": _parameters(model)}
     buffers = [(name, *_tensor(value)) for path, module in modules for name, value in _persistent_buffers(path, module)]
     if buffers:
         fields["model.buffers"] = f"{len(buffers)} tensors, sha {short_sha(buffers)}"
-    tree = [(path, type(m).__qualname__, _strip(m.extra_repr()), _is_compiled(m)) for path, m in modules]
+    tree = [(path, type(m).__qualname__, strip_addresses(m.extra_repr()), _is_compiled(m)) for path, m in modules]
     num_classes = len({name for _, name, _, _ in tree})
     fields["model.modules"] = f"{len(tree)} of {num_classes} classes, sha {short_sha(tree)}"
+    kinds: dict[str, Counter[str]] = {}
+    for _, name, settings_shown, _ in tree:
+        kinds.setdefault(name, Counter())[settings_shown] += 1
+    fields.update(_finer("model.modules", {name: _kinds(shown) for name, shown in kinds.items()}))
     compiled = sum(flag for *_, flag in tree)
     if compiled:
         fields["model.compiled"] = f"{compiled} modules"
-    code = {cls.__qualname__: _class_code(cls) for cls in dict.fromkeys(type(m) for _, m in modules) if _is_own(cls)}
+    code = {cls.__qualname__: code_digest(cls) for cls in classes if is_own(cls)}
     fields["model.code"] = f"forward of {len(code)} classes, sha {short_sha(sorted(code.items()))}"
 
     settings: list[tuple[str, str, str]] = []  # path, attribute, value
     config: dict[str, str] = {}
     grouped: dict[str, Counter[str]] = {}
     seen: set[int] = set()  # configurations shared by several modules count once; ids never leave this function
+    moved = frozenset().union(*(moved_attributes(cls)[1] for cls in classes))
     for path, module in modules:
-        for name, value in _attributes(module):
+        for name, value in attributes(module, moved):
             settings.append((path, name, value))
-            if _is_own(type(module)):
+            if is_own(type(module)):
                 grouped.setdefault(f"{type(module).__name__}.{name}", Counter())[value] += 1
-        for name, holder in _configurations(module):
+        for name, holder in configurations(module):
             if id(holder) not in seen:
                 seen.add(id(holder))
-                where = (
-                    "" if name in {"hparams", "cfg", "config"} and module is model else f"{path}.{name}.".lstrip(".")
-                )
-                config.update((where + key, value) for key, value in _flatten(holder))
+                where = "" if module is model and not config else f"{path}.{name}.".lstrip(".")
+                config.update((where + key, value) for key, value in flatten(holder))
     fields["model.settings"] = f"{len(settings)} values, sha {short_sha(sorted(settings))}"
     fields.update(_finer("model.settings", {name: _counted(values) for name, values in grouped.items()}))
     if config:
@@ -144,6 +146,7 @@ def environment_fields() -> dict[str, str]:
     fields["sdpa backends"] = " ".join(name for name, enabled in backends.items() if enabled) or "none"
     fields["deterministic algorithms"] = str(torch.are_deterministic_algorithms_enabled())
     fields["anomaly detection"] = str(torch.is_anomaly_enabled())
+    fields["python"] = f"{sys.version_info.major}.{sys.version_info.minor}"  # bytecode, so model.code, depends on it
     fields["default dtype"] = str(torch.get_default_dtype()).removeprefix("torch.")
     return fields
 
@@ -165,163 +168,30 @@ def batch_fields(batch: Any) -> dict[str, str]:
     return {"batch": ", ".join(_batch_parts(batch, "")) or type(batch).__qualname__}
 
 
-# What counts and what doesn't. Words are the parts of a name split at underscores and dots.
-
-_IGNORED_NAMES = {
-    "training", "dump_patches", "call_super_init", "T_destination", "max_audio_length", "num_batches_tracked",
-    "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices", "batch_size", "num_workers",
-    "pin_memory", "prefetch_factor", "persistent_workers", "run_id", "job_id", "resume", "global_rank", "local_rank",
-    "rank", "world_size", "exp_manager",
-}  # fmt: skip
-_IGNORED_WORDS = {
-    "lr", "seed", "seeds", "rng", "path", "paths", "dir", "dirs", "directory", "file", "filename", "filepath", "files",
-    "manifest", "manifests", "url", "uri", "uuid", "name", "names", "date", "time", "timestamp", "hostname", "host",
-    "user", "nodes", "port", "logs", "logging", "logger", "verbose", "debug", "wandb", "tensorboard", "comet",
-    "experiment", "project", "version", "comment", "description", "notes", "warmup", "betas", "scheduler", "sched",
-    "optim", "optimizer", "callbacks", "labels", "vocabulary",
-}  # fmt: skip
-_IGNORED_PHRASES = ("learning_rate", "weight_decay", "max_epochs", "max_steps", "total_steps", "training_steps")
-_COUNTER_WORDS = {
-    "step", "steps", "epoch", "epochs", "count", "counts", "counter", "iter", "iters", "iteration", "iterations",
-    "seen", "updates", "calls", "idx", "index", "initialized", "initialised", "inited", "built", "last", "prev",
-    "previous", "current", "cur", "curr", "elapsed", "progress", "done", "finished", "started", "first", "running",
-    "loss", "losses", "metric", "metrics", "wer", "cer", "accuracy", "acc", "best", "patience",
-}  # fmt: skip
-_CONFIG_NAMES = ("hparams", "cfg", "_cfg", "config", "args", "conf", "hp", "opt", "params", "options")
-
-
-def _counts(name: str, *, from_init: bool) -> bool:
-    """Whether a setting of this name may change memory. Counters count only if the constructor takes them."""
-    if (
-        name.startswith("_")
-        or name.endswith("_ds")
-        or name in _IGNORED_NAMES
-        or any(phrase in name for phrase in _IGNORED_PHRASES)
-    ):
-        return False
-    words = set(re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_"))
-    return not words & _IGNORED_WORDS and (from_init or not words & _COUNTER_WORDS)
-
-
-def _attributes(module: Any) -> Iterator[tuple[str, str]]:
-    """The plain attributes of an object that count, as text. Floats and lists of them only if `__init__` takes them."""
-    taken = _init_names(type(module))
-    for name, value in sorted(vars(module).items()):
-        if not _counts(name, from_init=name in taken):
-            continue
-        text = _plain(value)
-        numbers = isinstance(value, float) or (isinstance(value, list) and any(isinstance(v, float) for v in value))
-        empty = isinstance(value, (list, dict, set)) and not value  # most likely something that fills up
-        if text is not None and (name in taken or not (numbers or empty)):
-            yield name, text
-
-
-def _init_names(cls: type) -> frozenset[str]:
-    names: set[str] = set()
-    for base in cls.__mro__:
-        if "__init__" in vars(base) and inspect.isfunction(vars(base)["__init__"]):
-            code = vars(base)["__init__"].__code__
-            names.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    return frozenset(names)
-
-
-def _plain(value: Any) -> str | None:
-    """A plain value as text that is the same in every process; None for anything else (tensors, modules, ...)."""
-    if value is None or isinstance(value, (bool, int)):
-        return value.name if isinstance(value, enum.Enum) else repr(value)
-    if isinstance(value, enum.Enum):
-        return f"{type(value).__name__}.{value.name}"
-    if isinstance(value, float):
-        return repr(float(value))
-    if isinstance(value, str):
-        return None if _is_path(value) else _clip(_strip(value))
-    if isinstance(value, (tuple, list, set, frozenset)):
-        parts = [_plain(item) for item in value]
-        if any(part is None for part in parts):
-            return None
-        texts = [str(part) for part in parts]
-        if isinstance(value, (set, frozenset)):
-            texts.sort()
-        if len(texts) > _MAX_ITEMS:
-            return f"{len(texts)} values, sha {short_sha(texts)}"
-        return _clip("[" + ", ".join(texts) + "]")
-    if isinstance(value, functools.partial):
-        named = [f"{key}={_plain(item)}" for key, item in sorted(value.keywords.items())]
-        return _clip(f"partial {_plain(value.func)}({', '.join([*map(str, map(_plain, value.args)), *named])})")
-    if inspect.isroutine(value) or isinstance(value, type):
-        return _strip(str(getattr(value, "__qualname__", type(value).__qualname__)))
-    if type(value).__module__ == "torch" and type(value).__name__ in {"dtype", "memory_format", "layout"}:
-        return str(value).removeprefix("torch.")
-    return None
-
-
-def _configurations(module: Any) -> Iterator[tuple[str, Any]]:
-    """The objects that hold a module's configuration: Lightning's hparams, NeMo's cfg, Hugging Face's config, args."""
-    held = vars(module)
-    if held.get("_hparams"):
-        yield "hparams", held["_hparams"]
-    for name in _CONFIG_NAMES:
-        value = held.get(name)
-        if value is not None and _as_mapping(value) is not None:
-            yield name.lstrip("_"), value
-
-
-def _as_mapping(value: Any) -> Mapping[Any, Any] | None:
-    """A configuration as a mapping; None for anything that isn't one."""
-    omegaconf = sys.modules.get("omegaconf")  # whoever made a DictConfig has imported it
-    if omegaconf is not None and isinstance(value, (omegaconf.DictConfig, omegaconf.ListConfig)):
-        try:
-            value = omegaconf.OmegaConf.to_container(value, resolve=True)
-        except omegaconf.errors.OmegaConfBaseException:  # an interpolation that only works elsewhere
-            value = omegaconf.OmegaConf.to_container(value, resolve=False)
-    if isinstance(value, Mapping):
-        return value
-    if isinstance(value, type):
-        return None
-    to_dict = getattr(value, "to_dict", None)
-    if callable(to_dict):
-        made = to_dict()
-        return made if isinstance(made, Mapping) else None
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    return dict(vars(value)) if type(value).__name__ in {"Namespace", "SimpleNamespace"} else None
-
-
-def _flatten(config: Any, prefix: str = "", depth: int = 8) -> Iterator[tuple[str, str]]:
-    """The plain values of a nested configuration that count, with dotted names."""
-    mapping = _as_mapping(config)
-    for key, value in sorted((mapping or {}).items(), key=lambda item: str(item[0])):
-        name = str(key)
-        if not _counts(name, from_init=True):
-            continue
-        text = _plain(value)
-        if text == "???":  # OmegaConf's mark of a missing value
-            continue
-        if text is not None:
-            yield prefix + name, text
-        elif depth and _as_mapping(value) is not None:
-            yield from _flatten(value, f"{prefix}{name}.", depth - 1)
-        elif depth and isinstance(value, (list, tuple)):
-            yield from _flatten({str(i).zfill(3): item for i, item in enumerate(value)}, f"{prefix}{name}.", depth - 1)
-
-
 def _describe(value: Any, name: str, found: dict[str, str], *, depth: int, seen: set[int]) -> None:
-    """Collect the plain attributes of an object and of the objects that it holds into `found`."""
+    """Collect the plain attributes of an object and of the objects that it holds into `found`; data stays out."""
     if id(value) in seen or not hasattr(value, "__dict__"):
         return
     seen.add(id(value))
-    for key, text in _attributes(value):
+    for key, text in attributes(value):
         found[f"{name}{key}"] = text
     for key, held in sorted(vars(value).items()):
+        if not counts(key.lstrip("_"), from_init=True) or words(key) & _DATA_WORDS:
+            continue
         parts = list(enumerate(held)) if isinstance(held, (list, tuple)) else [(None, held)]
-        for index, part in parts[:_MAX_ITEMS]:
-            plain = _plain(part) is not None or type(part).__module__ in {"builtins", "numpy", "torch"}
-            if plain or not hasattr(part, "__dict__") or not _counts(key.lstrip("_"), from_init=True):
+        for index, part in parts[:MAX_ITEMS]:
+            if as_text(part) is not None or not hasattr(part, "__dict__") or _is_data(type(part)):
                 continue
             label = f"{name}{key}" if index is None else f"{name}{key}.{index}"
             found[label] = type(part).__qualname__
             if depth:
                 _describe(part, f"{label}.", found, depth=depth - 1, seen=seen)
+
+
+def _is_data(cls: type) -> bool:
+    """Whether a class holds examples, or belongs to Python itself (locks, generators of random numbers)."""
+    parts = cls.__module__.split(".")
+    return parts[0] in sys.stdlib_module_names or parts[0] in {"numpy", "torch"} or parts[:2] in _DATA_MODULES
 
 
 def _batch_parts(value: Any, name: str) -> Iterator[str]:
@@ -336,7 +206,11 @@ def _batch_parts(value: Any, name: str) -> Iterator[str]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from _batch_parts(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
-    else:  # a list has one entry an example
+    elif isinstance(value, list) and any(hasattr(item, "dtype") for item in value):
+        # A list may have one entry an example, so it is described by what kinds of entries there are.
+        kinds = dict.fromkeys(part for item in value for part in _batch_parts(item, f"{name}[]"))
+        yield from kinds
+    else:
         yield f"{name or 'batch'}: {type(value).__qualname__}"
 
 
@@ -370,35 +244,6 @@ def _is_compiled(module: Any) -> bool:
     return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _is_own(cls: type) -> bool:
-    """Whether a class is the user's or a toolkit's, and not one of torch's, whose ``extra_repr`` says everything."""
-    return cls.__module__.split(".")[0] not in {"torch", "torchmetrics"}
-
-
-def _class_code(cls: type) -> str:
-    """A digest of what ``forward`` and ``training_step`` do: bytecode, names, constants; no comments, no positions."""
-    parts = []
-    for name in ("forward", "training_step"):
-        function = inspect.unwrap(getattr(cls, name, None) or _class_code)
-        code = getattr(function, "__code__", None)
-        if code is not None and function is not _class_code:
-            parts.append(_code(code))
-    return short_sha(parts)
-
-
-def _code(code: CodeType) -> list[Any]:
-    parts: list[Any] = []
-    for step in dis.get_instructions(code):
-        value = step.argval
-        if step.opcode not in dis.hasconst:
-            parts.append((step.opname, step.argrepr))
-        elif inspect.iscode(value):
-            parts.append((step.opname, _code(value)))
-        else:  # a docstring is no constant that any instruction loads
-            parts.append((step.opname, sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)))
-    return parts
-
-
 def _optimizer_flag(key: str, value: Any) -> str | None:
     if value is None or isinstance(value, (bool, str)):
         return str(value)
@@ -418,21 +263,16 @@ def _counted(values: Counter[str]) -> str:
     if len(values) == 1:
         return next(iter(values))
     ordered = sorted(values.items(), key=lambda item: (-item[1], item[0]))
-    if len(ordered) > _MAX_ITEMS:
+    if len(ordered) > MAX_ITEMS:
         return f"{len(ordered)} values, sha {short_sha(ordered)}"
-    return _clip(", ".join(f"{value} ({count})" for value, count in ordered))
+    return clip(", ".join(f"{value} ({count})" for value, count in ordered))
 
 
-def _is_path(text: str) -> bool:
-    return bool(re.match(r"^(~|\.{0,2}/|[A-Za-z]:\\|[a-z][a-z0-9+.-]*://)", text)) or text.count("/") > 1
-
-
-def _strip(text: str) -> str:
-    return re.sub(r"\bat 0x[0-9a-fA-F]+|\b0x[0-9a-fA-F]{6,}", "", text)
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= _MAX_CHARS else f"{text[: _MAX_CHARS - 20]}..., sha {short_sha([text])}"
+def _kinds(shown: Counter[str]) -> str:
+    """How many modules there are of one class, and what they say of themselves: ``12: p=0.1``."""
+    if len(shown) > 1:
+        return f"{shown.total()} of {len(shown)} kinds, sha {short_sha(sorted(shown.items()))}"
+    return clip(f"{shown.total()}: {next(iter(shown))}".rstrip(": "))
 
 
 def _short(number: int) -> str:
@@ -440,9 +280,3 @@ def _short(number: int) -> str:
         if number >= scale:
             return f"{number / scale:.1f}{unit}"
     return str(number)
-
-
-def short_sha(value: Iterable[Any], *, chars: int = 8) -> str:
-    """The first characters of a SHA-256 over plain values, the same in every process."""
-    text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:chars]

@@ -70,6 +70,9 @@ class Model(nn.Module):
         self.outputs: list[torch.Tensor] = []
         self.first_batch = True
         self._cache: dict[str, int] = {}
+        self._calls = 0
+        self.previous_output: torch.Tensor | None = None
+        self.state: int | None = None
         self.fbank = Fbank(hop_length)
         self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
         self.register_buffer("positions", torch.zeros(1, 8), persistent=False)
@@ -82,6 +85,9 @@ class Model(nn.Module):
         self.num_updates += 1
         self.running_loss = 0.9 * self.running_loss + float(x.detach().mean())
         self.first_batch = False
+        self._calls += 1
+        self.previous_output = x.detach()
+        self.state = self.global_step
         self.outputs.append(x.detach())
         self._cache["calls"] = self.global_step
         self.positions = torch.zeros(2 * self.global_step, 8)
@@ -177,7 +183,8 @@ def test_a_wrapped_layer_is_found() -> None:
 
     model = Model()
     model.layers[0] = checkpoint_wrapper(model.layers[0])
-    assert any("model.modules" in line for line in fingerprint(Model()).differences(fingerprint(model)))
+    lines = fingerprint(Model()).differences(fingerprint(model))
+    assert "model.modules.CheckpointWrapper: (absent) -> 1" in lines
 
 
 def test_a_replaced_forward_is_found() -> None:
@@ -423,6 +430,26 @@ def test_a_dataset_is_described_with_its_parts() -> None:
     ]
 
 
+def test_the_data_that_a_dataset_holds_stays_out() -> None:
+    cut_module = pytest.importorskip("lhotse.cut")
+    random_module = pytest.importorskip("random")
+    lhotse = pytest.importorskip("lhotse.testing.dummies")
+    dataset = a_dataset()
+    dataset.cuts = cut_module.CutSet.from_cuts([lhotse.dummy_cut(0)])  # type: ignore[attr-defined]
+    dataset.mixer = types.SimpleNamespace(noise=cut_module.CutSet.from_cuts([lhotse.dummy_cut(1)]))  # type: ignore[attr-defined]
+    dataset.generator = random_module.Random(3)  # type: ignore[attr-defined]
+    assert dataset_fields(dataset) == dataset_fields(a_dataset())
+
+
+def test_a_private_attribute_counts_where_the_constructor_takes_it() -> None:
+    class Joint(nn.Module):
+        def __init__(self, fused_batch_size: int = 4) -> None:
+            super().__init__()
+            self._fused_batch_size = fused_batch_size
+
+    assert fingerprint(Joint()).differences(fingerprint(Joint(8))) == ["model.settings.Joint._fused_batch_size: 4 -> 8"]
+
+
 def test_a_real_lhotse_dataset_is_described_the_same_after_use() -> None:
     dataset_module = pytest.importorskip("lhotse.dataset")
     dataset = dataset_module.K2SpeechRecognitionDataset(return_cuts=True)
@@ -439,6 +466,9 @@ def test_a_batch_is_described_by_names_dtypes_and_dimensions() -> None:
     assert batch_fields(batch) == {
         "batch": "inputs: float32 3d, supervisions.num_frames: int32 1d, supervisions.text: list"
     }
+    assert (
+        batch_fields([torch.zeros(2, 3), torch.zeros(2), torch.zeros(4)])["batch"] == "[]: float32 2d, []: float32 1d"
+    )
     assert batch_fields(tuple(batch.values()))["batch"].startswith("0: float32 3d, 1.num_frames: int32 1d")
 
 

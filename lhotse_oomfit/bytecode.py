@@ -1,0 +1,82 @@
+"""What a class's code says about it: its constructor's arguments, what it assigns while it runs, a digest of it."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from types import CodeType
+from typing import Any
+
+from lhotse_oomfit.digest import short_sha
+
+__all__ = ["code_digest", "init_names", "is_own", "moved_attributes"]
+
+_ENTRIES = {"forward", "__call__", "__getitem__", "__iter__"}  # where code begins that runs during training
+_FRAMEWORKS = {"torch", "torchmetrics", "lightning", "pytorch_lightning"}
+
+
+def init_names(cls: type) -> frozenset[str]:
+    """The names of all arguments that the constructors of a class and its bases take."""
+    names: set[str] = set()
+    for base in cls.__mro__:
+        if "__init__" in vars(base) and inspect.isfunction(vars(base)["__init__"]):
+            code = vars(base)["__init__"].__code__
+            names.update(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    return frozenset(names)
+
+
+def moved_attributes(cls: type) -> tuple[frozenset[str], frozenset[str]]:
+    """The attributes that a class assigns while it runs: on itself, and on other objects.
+
+    Read from the bytecode of ``forward``, steps and hooks, and of the methods of the class that these name. So
+    counters, annealed temperatures and grown tables are told from settings whatever they are called.
+    """
+    entries = [n for n in dir(cls) if n in _ENTRIES or n.endswith("_step") or n.startswith(("on_train", "on_before_"))]
+    waiting, seen = entries, set(entries)
+    own: set[str] = set()
+    others: set[str] = set()
+    while waiting:
+        function = inspect.unwrap(getattr(cls, waiting.pop()))
+        package = (getattr(function, "__module__", None) or "torch").split(".")[0]
+        codes = [] if package in _FRAMEWORKS or not inspect.isfunction(function) else [function.__code__]
+        while codes:
+            code = codes.pop()
+            codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
+            called = [n for n in code.co_names if n not in seen and callable(getattr(cls, n, None))]
+            seen.update(called)
+            waiting += called
+            before = ""
+            for step in dis.get_instructions(code):
+                if step.opname == "STORE_ATTR":
+                    (own if "self" in before.split(", ") else others).add(str(step.argval))
+                before = step.argrepr
+    return frozenset(own), frozenset(others)
+
+
+def is_own(cls: type) -> bool:
+    """Whether a class is the user's or a toolkit's, and not one of torch's, whose ``extra_repr`` says everything."""
+    return cls.__module__.split(".")[0] not in {"torch", "torchmetrics"}
+
+
+def code_digest(cls: type) -> str:
+    """A digest of what ``forward`` and ``training_step`` do: bytecode, names, constants; no comments, no positions."""
+    parts = []
+    for name in ("forward", "training_step"):
+        function = inspect.unwrap(getattr(cls, name, None) or code_digest)
+        code = getattr(function, "__code__", None)
+        if code is not None and function is not code_digest:
+            parts.append(_code(code))
+    return short_sha(parts)
+
+
+def _code(code: CodeType) -> list[Any]:
+    parts: list[Any] = []
+    for step in dis.get_instructions(code):
+        value = step.argval
+        if step.opcode not in dis.hasconst:
+            parts.append((step.opname, step.argrepr))
+        elif inspect.iscode(value):
+            parts.append((step.opname, _code(value)))
+        else:  # a docstring is no constant that any instruction loads
+            parts.append((step.opname, sorted(map(repr, value)) if isinstance(value, frozenset) else repr(value)))
+    return parts
