@@ -22,6 +22,7 @@ __all__ = [
     "compare",
     "exceeds",
     "largest",
+    "largest_bytes",
     "num_bytes",
     "same_structure",
     "shape_of",
@@ -63,6 +64,11 @@ def largest(one: Shape, other: Shape) -> dict[str, tuple[int, ...]]:
         known = merged.get(path)
         merged[path] = shape if known is None or len(known) != len(shape) else tuple(map(max, known, shape))
     return merged
+
+
+def largest_bytes(batch: Any) -> int:
+    """Return the bytes of the largest tensor or array in the batch."""
+    return max((_bytes_of(x) for _, x in _arrays(batch, "batch")), default=0)
 
 
 def same_structure(one: Any, other: Any, *, path: str = "batch") -> str | None:
@@ -141,7 +147,9 @@ def _parts(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _bytes_of(array: Any) -> int:
-    return int(array.numel() * array.element_size() if isinstance(array, torch.Tensor) else array.nbytes)
+    if isinstance(array, torch.Tensor):
+        return array.numel() * array.element_size()
+    return int(array.nbytes)
 
 
 def _arrays(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -154,8 +162,10 @@ def _arrays(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 def _shapes(value: Any, path: str, *, strings: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
     if isinstance(value, (torch.Tensor, np.ndarray)):
-        ragged = isinstance(value, torch.Tensor) and value.is_nested  # has no shape that could be compared
-        yield path, (value.size(0), value.numel()) if ragged else tuple(value.shape)
+        if isinstance(value, torch.Tensor) and value.is_nested:  # has no shape that could be compared
+            yield path, (value.size(0), value.numel())
+        else:
+            yield path, tuple(value.shape)
         return
     if isinstance(value, str):
         if strings:

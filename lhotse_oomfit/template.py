@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from lhotse.cut import Cut
 from lhotse.cut.data import DataCut
@@ -24,6 +25,7 @@ logger = logging.getLogger(__name__)
 Edges = tuple[float, "int | None"]  # upper length edge, upper edge in tokens (None: no token edge)
 
 _CACHED_EXAMPLES = 4  # audio in memory: the bucket in work and its neighbours
+_DENSE_QUANTILE = 0.95
 _MAX_DOUBLINGS = 32
 _SAMPLES_OF_TOLERANCE = 2
 
@@ -55,18 +57,22 @@ class Examples:
         self._kind = -1
         self._laws: dict[str, FieldLaw] = {}
         self._cache: OrderedDict[Edges, DataCut] = OrderedDict()
-        self._density = 0.0
+        self._counted: list[tuple[float, int]] = []  # length and tokens of the real cuts of the template's kind
 
     def use_kind(self, index: int) -> bool:
         """Take the template from kind number ``index``, the commonest being 0; False if none of it can be read."""
         _, cuts = self.kinds[index]
-        for cut in sorted(cuts, key=self.density_of, reverse=True):
+        for cut in sorted(cuts, key=self._rank, reverse=True):
             if not self._can_be_read(cut):
                 continue
             self._plain = PlainCut.read(cut)
             self._kind = index
             self._laws = learn_laws(cuts, self.measure_tokens)
-            self._density = max(self.density_of(cut) for cut in cuts)
+            self._counted = [
+                (float(self.measure_length(cut)), tokens)
+                for cut in cuts
+                if (tokens := self.measure_tokens(cut)) is not None
+            ]
             self._cache.clear()
             return True
         return False
@@ -84,7 +90,7 @@ class Examples:
         return float(self.measure_length(self.plain.cut)), self.measure_tokens(self.plain.cut)
 
     def at(self, edges: Edges) -> DataCut:
-        """Return the example stretched to ``edges``; without a token edge, as dense as the densest cut of the sample.
+        """Return the example stretched to ``edges``; without a token edge, as dense as the densest cuts of the sample.
 
         :raises WorstCaseError: if the measures don't follow the cut.
         """
@@ -93,7 +99,7 @@ class Examples:
                 self._cache.popitem(last=False)
             input_len, output_len = edges
             if output_len is None and self.measure_tokens(self.plain.cut):
-                output_len = math.ceil(self._density * input_len - 1e-6)
+                output_len = self._usual_output_len(input_len)
             self._cache[edges] = fit_to_edges(
                 self.plain,
                 input_len=input_len,
@@ -104,12 +110,17 @@ class Examples:
             )
         return self._cache[edges]
 
-    def density_of(self, cut: Cut) -> float:
-        """Tokens per unit of length, or characters where tokens can't be counted."""
+    def _rank(self, cut: Cut) -> tuple[bool, float]:
+        """Cuts whose tokens can be counted come first, then the densest; by characters where there are no tokens."""
         tokens = self.measure_tokens(cut)
-        if tokens is None:
-            tokens = sum(len(sup.text or "") for sup in cut.supervisions)
-        return tokens / max(float(self.measure_length(cut)), 1e-9)
+        count = sum(len(sup.text or "") for sup in getattr(cut, "supervisions", ())) if tokens is None else tokens
+        return tokens is not None, count / max(float(self.measure_length(cut)), 1e-9)
+
+    def _usual_output_len(self, input_len: float) -> int:
+        """The tokens of a dense cut of this length; a few outliers among short cuts don't speak for long ones."""
+        densities = [tokens / max(length, 1e-9) for length, tokens in self._counted]
+        seen = max((tokens for length, tokens in self._counted if length <= input_len), default=0)
+        return max(seen, math.ceil(float(np.quantile(densities, _DENSE_QUANTILE)) * input_len - 1e-6))
 
     def real(self, num: int, *, within: Edges | None = None, every_kind: bool = False) -> list[Cut]:
         """Return up to ``num`` distinct real cuts that can be read.

@@ -37,7 +37,10 @@ _LEAVES = (
     Cut,
     CutSet,
 )
-_FOREIGN = ("threading", "concurrent", "queue", "multiprocessing", "logging", "io", "h5py", "_io", "_thread", "asyncio")
+_FOREIGN = frozenset(
+    {"threading", "_thread", "concurrent", "queue", "multiprocessing", "asyncio", "logging", "io", "_io", "h5py"}
+    | {"lightning", "pytorch_lightning", "rich", "tqdm", "sentencepiece"}
+)  # machinery with state of its own, which may run in other threads; no place for a dataset's random numbers
 
 
 def reseed(seed: int) -> None:
@@ -114,7 +117,7 @@ def _reachable(roots: tuple[Any, ...]) -> Iterator[Any]:
     keep_alive = []
     while waiting and len(seen) < _MAX_OBJECTS:
         value = waiting.popleft()
-        if id(value) in seen or isinstance(value, _LEAVES):
+        if id(value) in seen or isinstance(value, _LEAVES) or _is_trained(value):
             continue
         seen.add(id(value))
         keep_alive.append(value)
@@ -136,9 +139,16 @@ def _reachable(roots: tuple[Any, ...]) -> Iterator[Any]:
             waiting.extend((value.func, value.args, value.keywords))
         elif isinstance(value, types.FunctionType):
             waiting.extend(cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
-        elif hasattr(value, "__dict__") and not type(value).__module__.split(".")[0].startswith(_FOREIGN):
+        elif hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in _FOREIGN:
             yield value
             waiting.extend(vars(value).values())
+
+
+def _is_trained(value: Any) -> bool:
+    """Models and optimizers are within reach of many collation functions, and too large to walk through every time."""
+    if isinstance(value, torch.nn.Module):
+        return any(parameter.requires_grad for parameter in value.parameters())
+    return isinstance(value, torch.optim.Optimizer)
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -19,7 +19,7 @@ from lhotse.cut import Cut, CutSet
 from lhotse.cut.data import DataCut
 
 from lhotse_oomfit import tile as tiling
-from lhotse_oomfit.batch_shape import compare, exceeds, largest, num_bytes, same_structure, shape_of
+from lhotse_oomfit.batch_shape import compare, exceeds, largest, largest_bytes, num_bytes, same_structure, shape_of
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError, WorstCaseError
 from lhotse_oomfit.stretch import PlainCut, clone, independent
 from lhotse_oomfit.template import Edges, Examples, fit_to_edges
@@ -33,6 +33,7 @@ _CHECK_SIZES = (5, 131)  # 131: a prime above 128, so that padding the batch to 
 _NUM_REAL = 5  # distinct real cuts collated to compare with
 _SHAPE_DRAWS = 8  # draws of three examples: a length changed with probability 0.1 shows in 92% of cases
 _LENGTH_DRAWS = 16  # draws of two and of three from which the longest are taken, where lengths are random
+_NEARLY = 0.99
 _MAX_KINDS = 4  # kinds of cuts tried as a template
 _CACHE_BYTES = 64 << 20  # of learned structures, one example each
 
@@ -75,7 +76,7 @@ class WorstCaseBatches:
         self._random_lengths = False
         self._signature: Any = None
         self._structures: OrderedDict[Edges, Any] = OrderedDict()
-        self._most_bytes: dict[Edges, float] = {}  # per example, where lengths are random
+        self._longest_law = (0.0, 0.0)  # bytes of an example's largest tensor, where lengths are random: offset, slope
         self._checked: set[Edges] = set()
         self._told: set[str] = set()
 
@@ -96,7 +97,7 @@ class WorstCaseBatches:
 
         :param input_len: upper length edge, in the unit of ``measure_length``.
         :param output_len: upper edge in tokens; None where tokens don't decide buckets: then texts and token fields
-            grow with the length, as dense as the densest cut of the sample.
+            grow with the length, as dense as the densest cuts of the sample.
         :raises InvalidArgumentError: for edges or a size that aren't positive.
         :raises WorstCaseError: if the cuts can't be stretched, or the dataset can't collate them.
         """
@@ -127,6 +128,8 @@ class WorstCaseBatches:
         edges = self._examples.own_edges
         shapes = [shape_of(self._draw(edges, 3, draw)) for draw in range(_SHAPE_DRAWS)]
         self._random_lengths = any(shape != shapes[0] for shape in shapes)
+        if self._random_lengths:
+            self._learn_longest(edges)
         if self._reason is None:
             try:
                 self._check(edges)
@@ -232,7 +235,7 @@ class WorstCaseBatches:
                 "length, or takes its inputs from elsewhere than the cut"
             )
         if tokens and shape_of(self._draw((length, 2 * tokens), 2)) == base:
-            self._warn_once(
+            logger.info(
                 "examples of twice the number of tokens give batches of the same shape: the dataset crops its "
                 "targets, has none, or takes them from elsewhere than the cut"
             )
@@ -281,12 +284,32 @@ class WorstCaseBatches:
         three, _ = self._longest(edges, 3)
         return tiling.find_structure(two, three, other_two=other, random_lengths=True)
 
+    def _learn_longest(self, edges: Edges) -> None:
+        """Learn how large the largest tensor gets, from many draws at two lengths that are cheap to collate."""
+        length, tokens = edges
+        short, long = (
+            max(largest_bytes(self._draw((input_len, tokens), 3, draw)) for draw in range(_LENGTH_DRAWS)) / 3
+            for input_len in (length, 2 * length)
+        )
+        slope = max(0.0, (long - short) / length)
+        self._longest_law = (short - slope * length, slope)
+
+    def _is_longest(self, batch: Any, edges: Edges, size: int) -> bool:
+        offset, slope = self._longest_law
+        return largest_bytes(batch) >= _NEARLY * size * (offset + slope * edges[0])
+
     def _longest(self, edges: Edges, size: int) -> tuple[Any, Any]:
         """Return the largest of many draws, and another of the same shape (itself, if there's none)."""
-        draws = [self._draw(edges, size, draw) for draw in range(_LENGTH_DRAWS)]
-        draws.sort(key=num_bytes, reverse=True)
-        largest = shape_of(draws[0])
-        return draws[0], next((draw for draw in draws[1:] if shape_of(draw) == largest), draws[0])
+        best, twin = self._draw(edges, size), None
+        for draw in range(1, _LENGTH_DRAWS):
+            if twin is not None and self._is_longest(best, edges, size):
+                break
+            batch = self._draw(edges, size, draw)
+            if num_bytes(batch) > num_bytes(best):
+                best, twin = batch, None
+            elif shape_of(batch) == shape_of(best):
+                twin = batch
+        return best, best if twin is None else twin
 
     def _collated(self, edges: Edges, size: int) -> Any:
         """Collate ``size`` copies for real; of random lengths, until they are as long as small batches can be."""
@@ -294,11 +317,8 @@ class WorstCaseBatches:
         self._check_bucket(edges)
         if not self._random_lengths:
             return batch
-        if edges not in self._most_bytes:
-            self._most_bytes[edges] = num_bytes(self._longest(edges, 2)[0]) / 2
-        enough = 0.99 * self._most_bytes[edges] * size
         for draw in range(1, _LENGTH_DRAWS):
-            if num_bytes(batch) >= enough:
+            if self._is_longest(batch, edges, size):
                 break
             another = self._draw(edges, size, draw)
             if num_bytes(another) > num_bytes(batch):

@@ -554,7 +554,7 @@ def test_a_dataset_that_pads_to_a_fixed_length_is_told_of(
         audio, _ = collate_audio(cuts)
         return {"audio": torch.nn.functional.pad(audio, (0, 160000 - audio.shape[1]))}
 
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.INFO):
         assert worst(collate, audio_cuts).how == "tiled"
     assert "examples of twice the length give batches of the same shape" in caplog.text
     assert "examples of twice the number of tokens give batches of the same shape" in caplog.text
