@@ -123,8 +123,8 @@ class BucketBatchSizeFinder(pl.Callback):  # type: ignore[misc]
         """Say so if there was nothing to calibrate."""
         if self._calibrated is None and trainer.is_global_zero:
             logger.warning(
-                "BucketBatchSizeFinder found no CalibratedBucketingSampler with bucket_batch_size='auto' in the training "
-                "data; remove the callback, or replace the sampler"
+                "BucketBatchSizeFinder found no CalibratedBucketingSampler with bucket_batch_size='auto' in the "
+                "training data; remove the callback, or replace the sampler"
             )
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
@@ -234,17 +234,16 @@ def find_sampler(dataloader: Any) -> CalibratedBucketingSampler | None:
     return None
 
 
-def _inside(sampler: Any) -> CalibratedBucketingSampler | None:
+def _inside(sampler: Any, depth: int = 3) -> CalibratedBucketingSampler | None:
     """Our sampler inside a wrapper: Lightning's distributed one, Lhotse's Zip and RoundRobin, torch's BatchSampler."""
+    if isinstance(sampler, CalibratedBucketingSampler) or depth == 0 or not hasattr(sampler, "__dict__"):
+        return sampler if isinstance(sampler, CalibratedBucketingSampler) else None
     for name in ("sampler", "_sampler", "dataset", "samplers"):
-        inner = getattr(sampler, name, None)
+        inner = vars(sampler).get(name)
         for item in inner if isinstance(inner, (list, tuple)) else [inner]:
-            if isinstance(item, CalibratedBucketingSampler):
-                return item
-            if name != "dataset" and item is not None and item is not sampler:
-                found = _inside(item)
-                if found is not None:
-                    return found
+            found = _inside(item, depth - 1)
+            if found is not None:
+                return found
     return None
 
 
@@ -264,8 +263,8 @@ def _check_trainer(trainer: Any) -> None:
         )
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise UnsupportedStrategyError(
-            f"{type(module).__name__}.training_step takes a dataloader_iter instead of a batch, so that no single batch "
-            f"can be tried; set bucket_batch_size to a list of sizes"
+            f"{type(module).__name__}.training_step takes a dataloader_iter instead of a batch, so that no single "
+            f"batch can be tried; set bucket_batch_size to a list of sizes"
         )
 
 
