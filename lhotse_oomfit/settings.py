@@ -22,14 +22,19 @@ _IGNORED_NAMES = {
     "training", "dump_patches", "call_super_init", "T_destination", "max_audio_length", "num_batches_tracked",
     "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices", "batch_size", "num_workers",
     "pin_memory", "prefetch_factor", "persistent_workers", "run_id", "job_id", "resume", "global_rank", "local_rank",
-    "rank", "world_size", "exp_manager",
+    "rank", "world_size", "exp_manager", "start_time", "end_time", "num_nodes",
 }  # fmt: skip
 _IGNORED_WORDS = {
-    "lr", "seed", "seeds", "rng", "path", "paths", "dir", "dirs", "directory", "file", "filename", "filepath", "files",
-    "manifest", "manifests", "url", "uri", "uuid", "name", "names", "date", "time", "timestamp", "hostname", "host",
-    "user", "nodes", "port", "random", "logs", "logging", "logger", "verbose", "debug", "wandb", "tensorboard", "comet",
-    "experiment", "project", "version", "comment", "description", "notes", "warmup", "betas", "scheduler", "sched",
-    "optim", "optimizer", "callbacks", "labels", "vocabulary",
+    "lr", "seed", "seeds", "rng", "logs", "logging", "logger", "loggers", "verbose", "debug", "wandb", "tensorboard",
+    "comet", "warmup", "betas", "scheduler", "sched", "optim", "optimizer", "callbacks", "uuid", "timestamp",
+}  # fmt: skip
+_IGNORED_TEXT_WORDS = {  # for anything but numbers: drop_path=0.1 counts, model_path="/a" doesn't
+    "path", "paths", "dir", "dirs", "directory", "file", "filename", "filepath", "files", "manifest", "manifests",
+    "url", "uri", "date", "hostname", "host", "user", "port", "experiment", "project", "version", "comment",
+    "description", "notes", "labels", "vocabulary", "vocab",
+}  # fmt: skip
+_IGNORED_TEXTS = {
+    "name", "names", "run_name", "exp_name", "job_name", "model_name", "group_name", "task_name", "tokenizer_name",
 }  # fmt: skip
 _IGNORED_PHRASES = ("learning_rate", "weight_decay", "max_epochs", "max_steps", "total_steps", "training_steps")
 _COUNTER_WORDS = {
@@ -41,11 +46,13 @@ _COUNTER_WORDS = {
 _CONFIG_NAMES = ("hparams", "cfg", "_cfg", "config", "args", "conf", "hp", "opt", "params", "options")
 
 
-def counts(name: str, *, from_init: bool) -> bool:
+def counts(name: str, value: Any, *, from_init: bool) -> bool:
     """Whether a setting of this name may change memory. Counters count only if the constructor takes them."""
     if name.startswith("_") or name.endswith("_ds") or name in _IGNORED_NAMES:
         return False
     parts = words(name)
+    if not isinstance(value, numbers.Number) and (name.lower() in _IGNORED_TEXTS or parts & _IGNORED_TEXT_WORDS):
+        return False
     ignored = parts & _IGNORED_WORDS or any(phrase in name for phrase in _IGNORED_PHRASES)
     return not ignored and (from_init or not parts & _COUNTER_WORDS)
 
@@ -63,7 +70,7 @@ def attributes(module: Any, moved: frozenset[str] = frozenset()) -> Iterator[tup
         bare = name.lstrip("_")
         given = bare in taken
         private = name != bare and (not given or bool(words(bare) & _COUNTER_WORDS))
-        if private or name in moved or not counts(bare, from_init=given):
+        if private or name in moved or not counts(bare, value, from_init=given):
             continue
         text = as_text(value)
         fills = value is None or isinstance(value, float) or (isinstance(value, (list, dict, set)) and not value)
@@ -117,7 +124,7 @@ def flatten(config: Any, prefix: str = "", depth: int = 8) -> Iterator[tuple[str
     mapping = _as_mapping(config)
     for key, value in sorted((mapping or {}).items(), key=lambda item: str(item[0])):
         name = str(key)
-        if not counts(name, from_init=True):
+        if not counts(name, value, from_init=True):
             continue
         text = as_text(value)
         if text == "???":  # OmegaConf's mark of a missing value

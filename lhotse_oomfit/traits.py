@@ -28,7 +28,7 @@ __all__ = ["batch_fields", "dataset_fields", "environment_fields", "model_fields
 
 _MAX_FIELDS = 300  # settings that get a field of their own; the digest beside them covers every one
 _DATA_WORDS = {  # parts of the names of attributes that hold examples
-    "cuts", "cut", "data", "samples", "examples", "items", "entries", "recordings", "supervisions", "sampler",
+    "cuts", "data", "samples", "examples", "items", "entries", "recordings", "supervisions", "sampler",
     "samplers", "corpus", "loader", "source", "sources", "cache", "random",
 }  # fmt: skip
 _DATA_MODULES = [["lhotse", part] for part in ("cut", "lazy", "supervision", "audio", "array", "manipulation", "utils")]
@@ -176,7 +176,7 @@ def _describe(value: Any, name: str, found: dict[str, str], *, depth: int, seen:
     for key, text in attributes(value):
         found[f"{name}{key}"] = text
     for key, held in sorted(vars(value).items()):
-        if not counts(key.lstrip("_"), from_init=True) or words(key) & _DATA_WORDS:
+        if not counts(key.lstrip("_"), held, from_init=True) or words(key) & _DATA_WORDS:
             continue
         parts = list(enumerate(held)) if isinstance(held, (list, tuple)) else [(None, held)]
         for index, part in parts[:MAX_ITEMS]:

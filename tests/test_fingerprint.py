@@ -327,6 +327,12 @@ def test_data_sections_and_optimizers_of_a_configuration_stay_out() -> None:
     ]
 
 
+def test_numbers_count_whatever_their_names_remind_of() -> None:
+    config = {"drop_path": 0.1, "num_time_masks": 2, "loss_name": "rnnt", "model_path": "x.pt", "name": "x", "seed": 1}
+    found = [key for key in model_fields(with_config("cfg", config)) if key.startswith("model.config.")]
+    assert found == ["model.config.drop_path", "model.config.loss_name", "model.config.num_time_masks"]
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's own, about torch's pytree and its number of workers
 def test_a_lightning_module_is_the_same_before_and_after_fitting(tmp_path: Path) -> None:
     lightning = pytest.importorskip("lightning.pytorch")
