@@ -27,7 +27,7 @@ DIFFERENT, USAGE, NOT_FOUND, UNREADABLE, FAILED = 1, 2, 3, 4, 5
 _EPILOG = """\b
 Exit codes:
   0  it worked (diff: the same sizes and the same fingerprint)
-  1  diff only: the profiles differ
+  1  diff: the profiles differ; clear: not confirmed
   2  wrong usage
   3  there's no such profile
   4  a file that holds no usable profile
