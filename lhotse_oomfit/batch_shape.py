@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ __all__ = [
 ]
 
 OPAQUE = (Cut, SupervisionSegment, Recording, Features, Array, TemporalArray)  # manifests, never looked into
-SCALARS = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, Path)
+SCALARS = (str, bytes, bool, int, float, complex, type(None), torch.dtype, torch.device, Path, Enum)
 
 Shape = Mapping[str, tuple[int, ...]]
 

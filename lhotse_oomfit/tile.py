@@ -376,7 +376,7 @@ def _tile_tensor(leaf: _BatchTensor, size: int) -> Any:
     if leaf.step is not None:
         shape = [1] * leaf.source.ndim
         shape[leaf.dim] = size * leaf.per_example
-        number = torch.arange(size).repeat_interleave(leaf.per_example).reshape(shape)
+        number = torch.arange(size, device=tiled.device).repeat_interleave(leaf.per_example).reshape(shape)
         tiled = (tiled + number * leaf.step.repeat(repeats)).to(leaf.source.dtype)
     return _restored(tiled, leaf.as_numpy)
 

@@ -28,6 +28,7 @@ Measure = Callable[[Cut], "int | None"]
 Field = tuple[int, str]  # owner (-1: the cut, otherwise the supervision's index) and name in its custom dict
 
 _CUT = -1
+_TEXT = ""
 _TEXT_LIKE = re.compile(r"text|transcri|phon|ipa|caption|answer|target", re.IGNORECASE)
 _MAX_CHARS_PER_TOKEN = 200  # a tokenizer that swallows more than this can't be driven by text
 _FILL_STEPS = 64
@@ -62,8 +63,9 @@ def learn_laws(cuts: Sequence[Cut], measure: Measure) -> dict[str, FieldLaw]:
     """Learn from real cuts how the length of each token field follows the number of tokens.
 
     A prompt of constant length has slope 0; a prompt with its answer has slope 1 and the prompt's length as offset.
-    A field that follows no line gets the steepest proportion seen. Fields are known by name; where every example
-    has the same number of tokens nothing can be learned, and the field is left out.
+    A field that follows no line gets the steepest proportion seen. Fields are known by name, the characters of the
+    texts by an empty one; where every example has the same number of tokens nothing can be learned, and the field is
+    left out.
     """
     seen: dict[str, list[tuple[int, int]]] = {}
     for cut in cuts:
@@ -73,6 +75,8 @@ def learn_laws(cuts: Sequence[Cut], measure: Measure) -> dict[str, FieldLaw]:
         totals: dict[str, int] = {}
         for (_, name), value in token_fields(cut).items():
             totals[name] = totals.get(name, 0) + len(value)
+        if any(sup.text for sup in cut.supervisions):
+            totals[_TEXT] = sum(len(sup.text or "") for sup in cut.supervisions)
         for name, total in totals.items():
             seen.setdefault(name, []).append((tokens, total))
     laws = {}
@@ -118,6 +122,9 @@ def fit_output(cut: DataCut, num_tokens: int, measure: Measure, laws: Mapping[st
     drivers = [key for key, value in token_fields(cut).items() if _follows(cut, key, len(value), measure, before)]
     ratio = num_tokens / max(before, 1)
     if drivers:
+        num_chars = sum(len(sup.text or "") for sup in cut.supervisions)
+        if _TEXT in laws and num_chars:
+            ratio = laws[_TEXT].length(num_tokens) / num_chars
         fitted = _fit_fields(_with_text_ratio(cut, ratio), drivers, num_tokens, measure, laws)
     elif any(sup.text is not None for sup in cut.supervisions):
         fitted = _fit_texts(cut, num_tokens, before, measure)

@@ -12,14 +12,15 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from lhotse.cut import Cut, CutSet
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["reseed", "undisturbed"]
+__all__ = ["reseed", "undisturbed", "untracked"]
 
 _MAX_OBJECTS = 20_000  # a dataset with more parts than this holds data, not transforms
 _LEAVES = (
@@ -48,6 +49,14 @@ def reseed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
+
+
+def untracked() -> AbstractContextManager[Any]:
+    """Hide operators from dispatch modes: a batch is collated in a worker process, outside any measurement.
+
+    A tracker of storages meets the batch when the training step first touches it.
+    """
+    return _disable_current_modes()
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from lhotse_oomfit.batch_shape import compare, exceeds, largest, largest_bytes, 
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError, WorstCaseError
 from lhotse_oomfit.stretch import PlainCut, clone, independent
 from lhotse_oomfit.template import Edges, Examples, fit_to_edges
-from lhotse_oomfit.undisturbed import reseed, undisturbed
+from lhotse_oomfit.undisturbed import reseed, undisturbed, untracked
 
 __all__ = ["WorstCaseBatches", "stretch_cut"]
 
@@ -35,6 +35,12 @@ _SHAPE_DRAWS = 8  # draws of three examples: a length changed with probability 0
 _LENGTH_DRAWS = 16  # draws of two and of three from which the longest are taken, where lengths are random
 _NEARLY = 0.99
 _MAX_KINDS = 4  # kinds of cuts tried as a template
+_UNFORESEEN = (
+    TypeError,
+    ValueError,
+    NotImplementedError,
+    AttributeError,
+)  # of classes and dtypes with ways of their own
 _CACHE_BYTES = 64 << 20  # of learned structures, one example each
 
 
@@ -83,7 +89,7 @@ class WorstCaseBatches:
     @property
     def how(self) -> str:
         """``"tiled"``, or ``"collated"`` from the bucket on at which tiling was refused; :attr:`reason` says why."""
-        with undisturbed(self._collate):
+        with undisturbed(self._collate), untracked():
             self._prepare()
         return "tiled" if self._reason is None else "collated"
 
@@ -103,7 +109,7 @@ class WorstCaseBatches:
         """
         _validate(input_len, output_len, size)
         edges = (float(input_len), output_len)
-        with undisturbed(self._collate):
+        with undisturbed(self._collate), untracked():
             self._prepare()
             if self._reason is None:
                 try:
@@ -115,7 +121,7 @@ class WorstCaseBatches:
     def reached(self, *, input_len: float, output_len: int | None) -> tuple[float, int | None]:
         """Return the length and number of tokens, by the user's measures, of the example made for these edges."""
         _validate(input_len, output_len, 1)
-        with undisturbed(self._collate):
+        with undisturbed(self._collate), untracked():
             self._prepare()
             return self._measured(self._examples.at((float(input_len), output_len)))
 
@@ -135,6 +141,8 @@ class WorstCaseBatches:
                 self._check(edges)
             except tiling.RefusedError as refusal:
                 self._refuse(str(refusal))
+            except _UNFORESEEN as error:
+                self._refuse(f"the batch can't be taken apart ({type(error).__name__}: {error})")
         self._check_perturbed(edges)
         self._prepared = True
 

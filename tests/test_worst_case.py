@@ -6,14 +6,17 @@ import dataclasses
 import logging
 import random
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from lhotse import CutSet, Fbank, FbankConfig
-from lhotse.cut import Cut
+from lhotse.cut import Cut, PaddingCut
 from lhotse.dataset import AudioSamples, K2SpeechRecognitionDataset, OnTheFlyFeatures, PrecomputedFeatures, SpecAugment
 from lhotse.dataset.collation import TokenCollater, collate_audio
 from lhotse.dataset.cut_transforms import PerturbSpeed
@@ -25,6 +28,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 
 from lhotse_oomfit.batch_shape import compare, shape_of
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError, WorstCaseError
+from lhotse_oomfit.memory import CpuMemory
 from lhotse_oomfit.stretch import clone
 from lhotse_oomfit.template import Examples
 from lhotse_oomfit.worst_case import WorstCaseBatches, stretch_cut
@@ -198,6 +202,112 @@ def test_mixed_cuts_are_measured_as_what_they_sound_like(audio_cuts: list[Any]) 
 def padded_any(cuts: CutSet) -> dict[str, Any]:
     audio, audio_lens = collate_audio(cuts)
     return {"audio": audio, "audio_lens": audio_lens, "text": [sup.text for cut in cuts for sup in cut.supervisions]}
+
+
+def prompted_cuts(cuts: list[Any]) -> list[Any]:
+    """Cuts with a prompt of nine tokens and an answer in custom fields, as a prompted encoder-decoder reads them."""
+    prompted = []
+    for cut in cuts:
+        answer = np.array(tokenize(cut.supervisions[0].text))
+        context = np.arange(9)
+        fields = {"context_ids": context, "answer_ids": answer, "input_ids": np.concatenate([context, answer])}
+        prompted.append(dataclasses.replace(cut, custom=fields))
+    return prompted
+
+
+def test_prompts_are_not_stretched_and_answers_are(audio_cuts: list[Any]) -> None:
+    def collate(cuts: CutSet) -> Any:
+        names = ("context_ids", "answer_ids", "input_ids")
+        fields = {n: pad_sequence([torch.from_numpy(cut.custom[n]) for cut in cuts], batch_first=True) for n in names}
+        return {**padded(cuts), **fields}
+
+    batches = worst(collate, prompted_cuts(audio_cuts), measure_tokens=lambda cut: len(cut.input_ids))
+    assert batches.how == "tiled"
+    batch = batches.batch(input_len=3.0, output_len=50, size=4)
+    assert batch["context_ids"].shape == (4, 9)
+    assert batch["answer_ids"].shape == (4, 41)
+    assert batch["input_ids"].shape == (4, 50)
+    assert batch["tokens"].shape[1] >= 41, "the text that the answer was made of grows, too"
+
+
+def with_text(cut: Any, text: str | None) -> Any:
+    return dataclasses.replace(cut, supervisions=[dataclasses.replace(cut.supervisions[0], text=text)])
+
+
+ODD_FIRST_CUTS: dict[str, Callable[[Any], Any]] = {
+    "no supervision": lambda cut: dataclasses.replace(cut, supervisions=[]),
+    "no text": lambda cut: with_text(cut, None),
+    "empty text": lambda cut: with_text(cut, ""),
+    "padding": lambda cut: PaddingCut(id="p", duration=1.0, sampling_rate=16000, feat_value=0.0, num_samples=16000),
+    "another rate": lambda cut: cut.resample(8000),
+}
+
+
+@pytest.mark.parametrize("oddity", ODD_FIRST_CUTS)
+def test_an_odd_first_cut_is_no_template(oddity: str, audio_cuts: list[Any]) -> None:
+    def usual_only(cuts: CutSet) -> Any:
+        return padded(CutSet.from_cuts([cut for cut in cuts if cut.supervisions and cut.supervisions[0].text]))
+
+    batches = worst(usual_only, [ODD_FIRST_CUTS[oddity](audio_cuts[7]), *audio_cuts])
+    batch = batches.batch(input_len=2.0, output_len=30, size=3)
+    assert batches.how == "tiled"
+    assert batch["audio"].shape == (3, 32000)
+    assert batch["tokens"].shape == (3, 30)
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(input_len=st.floats(0.1, 12.0), output_len=st.integers(1, 250), size=st.integers(1, 9))
+def test_every_example_is_at_the_edges_whatever_they_are(
+    input_len: float, output_len: int, size: int, audio_batches: WorstCaseBatches
+) -> None:
+    batch = audio_batches.batch(input_len=input_len, output_len=output_len, size=size)
+    assert batch["audio"].shape == (size, int(round(input_len * 16000, 6)))
+    assert batch["tokens"].shape == (size, output_len)
+    length, tokens = audio_batches.reached(input_len=input_len, output_len=output_len)
+    assert input_len - 1 / 16000 < length <= input_len
+    assert tokens == output_len
+
+
+@pytest.fixture(scope="module")
+def audio_batches(audio_cuts: list[Any]) -> WorstCaseBatches:
+    return worst(padded, audio_cuts)
+
+
+def test_making_a_batch_is_no_part_of_a_measurement(audio_cuts: list[Any]) -> None:
+    memory = CpuMemory(limit_bytes=1 << 30)
+    batches = worst(packed_with_offsets, audio_cuts)
+    with memory.measure() as usage:
+        batch = batches.batch(input_len=2.0, output_len=30, size=4)
+        assert usage().allocated_bytes == 0
+        batch["audio"].sum()
+        assert usage().allocated_bytes >= batch["audio"].nbytes
+
+
+class Level(Enum):
+    LOW = 1
+
+
+def test_a_class_that_refuses_to_be_built_is_collated_for_real(audio_cuts: list[Any]) -> None:
+    @dataclasses.dataclass
+    class Picky:
+        audio: torch.Tensor
+        made_by: str = "hand"
+
+        def __post_init__(self) -> None:
+            if self.made_by != "hand":
+                raise ValueError("machines can't make this")
+            self.made_by = "machine"
+
+    batches = worst(lambda cuts: Picky(collate_audio(cuts)[0]), audio_cuts)
+    assert batches.how == "collated"
+    assert batches.reason == "the batch can't be taken apart (ValueError: machines can't make this)"
+    assert batches.batch(input_len=2.0, output_len=None, size=3).audio.shape == (3, 32000)
+
+
+def test_enumerations_are_constants(audio_cuts: list[Any]) -> None:
+    batches = worst(lambda cuts: {**padded(cuts), "level": Level.LOW}, audio_cuts)
+    assert batches.how == "tiled"
+    assert batches.batch(input_len=2.0, output_len=30, size=3)["level"] is Level.LOW
 
 
 class Batch(NamedTuple):
