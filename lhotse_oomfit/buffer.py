@@ -248,8 +248,12 @@ class BucketBuffer:
                     continue
             while self.buckets.counts[k]:
                 pool.append((k, self._draw_one(k)))
-        while pool and own and not self._can_end(len(pool), sum(len(batch) for _, batch in pool)):
-            pool += own.pop()
+        while fixed is not None and pool and own and not self._can_end(len(pool), sum(len(b) for _, b in pool)):
+            # Too few examples for equally many batches: put a step's examples back into as few as can be.
+            step = own.pop()
+            k, size = step[0][0], int(fixed.sizes[step[0][0]])
+            together = [item for _, batch in step for item in batch]
+            pool += [(k, together[i : i + size]) for i in range(0, len(together), size)]
         missing = -len(pool) % self.world_size
         for _ in range(missing):
             largest = max(range(len(pool)), key=lambda i: len(pool[i][1]))

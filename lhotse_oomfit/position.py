@@ -28,7 +28,7 @@ class Position:
     :param rank: which of them this is.
     :param seed: what a seed of ``"trng"`` or ``"randomized"`` stood for in this epoch; ``None`` for a number.
     :param worker_seed: what worker processes derive theirs from when the seed is ``"trng"``.
-    :param schedule: sizes, and the batch from which they hold.
+    :param schedule: sizes, and the batch from which they hold, for each worker or one for all.
     :param bins: a description of the bins, in plain types.
     :param options: further arguments of the sampler that decide which batches come next.
     :param counters: how often the parts of the source had been iterated when the epoch began.
@@ -40,7 +40,7 @@ class Position:
     rank: int
     seed: int | None
     worker_seed: int
-    schedule: Schedule
+    schedule: list[tuple[list[int], list[int]]]
     bins: list[Any]
     options: Mapping[str, Any]
     counters: list[int]
@@ -49,7 +49,7 @@ class Position:
         """Plain types, which ``torch.save`` and JSON both know."""
         fields = asdict(self)
         fields["drawn"] = [[worker, num] for worker, num in sorted(self.drawn.items())]
-        fields["schedule"] = [[start, list(sizes)] for start, sizes in self.schedule]
+        fields["schedule"] = [[list(starts), list(sizes)] for starts, sizes in self.schedule]
         fields["options"] = dict(self.options)
         return {"version": _VERSION, **fields}
 
@@ -65,7 +65,7 @@ class Position:
             raise ResumeError(f"the state has format {state.get('version')}, this version reads {_VERSION}")
         fields = {name: value for name, value in state.items() if name != "version"}
         fields["drawn"] = {int(worker): int(num) for worker, num in fields["drawn"]}
-        fields["schedule"] = [(int(start), [int(size) for size in sizes]) for start, sizes in fields["schedule"]]
+        fields["schedule"] = [(list(starts), list(sizes)) for starts, sizes in fields["schedule"]]
         return cls(**fields)
 
     def at(self, num_batches: int, num_workers: int) -> Position:
@@ -73,6 +73,17 @@ class Position:
         turns = max(1, num_workers)
         drawn = {worker: (num_batches + turns - 1 - worker) // turns for worker in range(turns)}
         return replace(self, drawn=drawn, num_workers=num_workers)
+
+    def schedule_of(self, worker: int) -> Schedule:
+        """The schedule as worker number ``worker`` goes by it."""
+        return [(starts[worker if len(starts) > 1 else 0], sizes) for starts, sizes in self.schedule]
+
+    def with_sizes(self, sizes: list[int] | None) -> Position:
+        """The same position with ``sizes`` from the next batch of each worker on, where they differ from the last."""
+        if sizes is None or not self.schedule or self.schedule[-1][1] == sizes:
+            return self
+        starts = [max(num, self.schedule_of(worker)[-1][0]) for worker, num in sorted(self.drawn.items())]
+        return replace(self, schedule=[*self.schedule, (starts, list(sizes))])
 
     @property
     def num_batches(self) -> int:

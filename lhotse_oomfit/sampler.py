@@ -277,15 +277,16 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
         else:
             sizes = check_sizes(profile_or_sizes, len(self.bins))
             profile = None
-        start = self._drawn if at_batch is None else at_batch
-        if start < self._drawn or (at_batch and not self._schedule):
+        drawn = self._drawn if self._loaded is None else max(self._loaded.drawn.values())
+        if at_batch is not None and (at_batch < drawn or self._loaded is not None or not self._schedule):
             raise InvalidArgumentError(
-                f"at_batch must be a batch of the epoch being sampled that isn't drawn yet, {self._drawn} or above, "
-                f"it is {at_batch}" + ("" if self._schedule else ", and no epoch has begun")
+                f"at_batch must be a batch of the epoch being sampled that isn't drawn yet, {drawn} or above, it is "
+                f"{at_batch}" + ("" if self._schedule and self._loaded is None else ", and no epoch has begun")
             )
         self._sizes = sizes
         self._profile = profile
-        if self._schedule:
+        if self._schedule and self._loaded is None:
+            start = drawn if at_batch is None else at_batch
             self._schedule = [entry for entry in self._schedule if entry[0] < start] + [(start, sizes)]
 
     # What calibration asks for
@@ -504,7 +505,7 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
         buffer = self._buffer
         if buffer is None:
             return None
-        if len(self._schedule) > 1:
+        if self._schedule and self._schedule[-1][1] is not self._in_force:
             due = [sizes for start, sizes in self._schedule if start <= self._drawn][-1]
             if due is not self._in_force:
                 buffer.set_sizes(due)
@@ -591,7 +592,7 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
             state: dict[str, Any] = super().state_dict()
         finally:
             self.constraint = constraint
-        state[_STATE_KEY] = (self._loaded or self._here()).encode()
+        state[_STATE_KEY] = (self._here() if self._loaded is None else self._loaded).encode()
         return state
 
     def state_dict_at(self, num_batches: int, *, num_workers: int = 0) -> dict[str, Any]:
@@ -621,9 +622,10 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
                 f"{num_batches}; for an iterable-style loader, pass its num_workers"
             )
         state = self.state_dict()
-        here = (self._loaded or self._here()).at(num_batches, num_workers)
+        here = self._here() if self._loaded is None else self._loaded.with_sizes(self._sizes)
+        here = here.at(num_batches, num_workers)
         if self.bins is not None and not here.schedule:
-            here = replace(here, schedule=[(0, list(self._sizes or ()))])
+            here = replace(here, schedule=[([0], list(self._sizes or ()))])
         state[_STATE_KEY] = here.encode()
         return state
 
@@ -637,7 +639,7 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
             rank=process_rank(),
             seed=self._epoch_seed,
             worker_seed=self._worker_seed if self.seed == "trng" else 0,
-            schedule=list(self._schedule),
+            schedule=[([start], sizes) for start, sizes in self._schedule],
             bins=list(self.duration_bins)
             if b is None
             else [b.as_lists(), b.strict_2d, list(b.min_tps or ()), list(b.max_tps or ())],
@@ -681,7 +683,7 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
         super().load_state_dict(state_dict)
         self._loaded = loaded
         self._drawn = 0
-        self._schedule = list(loaded.schedule)
+        self._schedule = []
         self._epoch_seed = self._common_seed = loaded.seed
         self._worker_seed = loaded.worker_seed or self._worker_seed
         self._counters = list(loaded.counters)
@@ -709,9 +711,10 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
         if self._loaded is not None:
             try:
                 self._loaded.check_workers(0 if worker is None else worker.num_workers)
-                target = self._loaded.drawn[0 if worker is None else worker.id]
+                worker_id = 0 if worker is None else worker.id
+                target = self._loaded.drawn[worker_id]
+                self._schedule = self._loaded.with_sizes(self._sizes).schedule_of(worker_id)
                 self._warn_if_inexact(self._loaded)
-                self._change_sizes_at(target)
             except ResumeError as problem:
                 self._refuse(problem, self.epoch)
                 target = 0
@@ -734,12 +737,6 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
             reason = f"seed='trng' was drawn by rank {loaded.rank}, and this is rank {process_rank()}"
         if reason is not None and loaded.num_batches > 0:
             logger.warning("resume is not exact: %s; use whole numbers as seeds", reason)
-
-    def _change_sizes_at(self, drawn: int) -> None:
-        """Sizes that differ from those of the loaded state hold after what is replayed."""
-        if self._schedule and self._sizes is not None and self._schedule[-1][1] != self._sizes:
-            start = max(drawn, self._schedule[-1][0])
-            self._schedule = [entry for entry in self._schedule if entry[0] < start] + [(start, list(self._sizes))]
 
     # Copies
 

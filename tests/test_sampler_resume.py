@@ -1,0 +1,398 @@
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lhotse import CutSet
+from lhotse.dataset import RoundRobinSampler, ZipSampler
+from lhotse.dataset.sampling.base import TimeConstraint
+from lhotse.dataset.sampling.dynamic_bucketing import DynamicBucketingSampler
+from sampler_corpora import flat, ids, make_cuts
+
+from lhotse_oomfit import CalibratedBucketingSampler
+from lhotse_oomfit.errors import ResumeError
+
+BINS = [5.0, 10.0, 20.0, 30.0]
+SIZES = [16, 8, 4, 2]
+CUTS = make_cuts(600, tokens_per_s=3.0)
+
+
+def make(cuts: Any = CUTS, **options: Any) -> CalibratedBucketingSampler:
+    defaults: dict[str, Any] = {
+        "bucket_batch_size": SIZES,
+        "duration_bins": BINS,
+        "buffer_size": 150,
+        "shuffle": True,
+    }
+    return CalibratedBucketingSampler(cuts, **(defaults | options))
+
+
+def rest(sampler: Any) -> list[list[str]]:
+    """IDs of what is left, without starting the epoch again."""
+    found = []
+    while True:
+        try:
+            found.append([cut.id for cut in next(sampler)])
+        except StopIteration:
+            return found
+
+
+def take(sampler: Any, num: int) -> Any:
+    iterator = iter(sampler)
+    for _ in range(num):
+        next(iterator)
+    return iterator
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "1D": {},
+    "concurrent": {"concurrent": True},
+    "in order": {"shuffle": False},
+    "2D": {
+        "duration_bins": [[5.0, 12], [5.0, 40], [30.0, 50], [30.0, 200]],
+        "max_tps": 4.0,
+    },
+    "one of four ranks": {"rank": 2, "world_size": 4},
+    "unsynchronised ranks": {"rank": 1, "world_size": 2, "sync_buckets": False},
+    "drop_last": {"drop_last": True},
+    "Lhotse's limits": {"bucket_batch_size": None, "max_duration": 60.0, "duration_bins": None},
+    "a custom constraint": {"bucket_batch_size": None, "constraint": TimeConstraint(max_duration=60.0)},
+}
+
+
+@pytest.mark.parametrize("num", [0, 1, 7, 10_000], ids=["unused", "once", "some way in", "at the end"])
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS.keys())
+def test_a_resumed_epoch_goes_on_as_an_unbroken_one(options: dict[str, Any], num: int) -> None:
+    sampler = make(**options)
+    sampler.set_epoch(2)
+    whole = ids(sampler)
+    num = min(num, len(whole))
+    state = take(sampler, num).state_dict()
+    resumed = make(**options)
+    resumed.load_state_dict(state)
+    assert state == {}
+    assert ids(resumed) == whole[num:]
+    assert ids(resumed) == whole
+    reference = make(**options)
+    reference.set_epoch(2)
+    list(reference)
+    assert resumed.diagnostics.current_epoch_stats == reference.diagnostics.current_epoch_stats
+
+
+def test_a_state_is_the_same_after_loading_and_survives_torch_save(tmp_path: Path) -> None:
+    sampler = take(make().filter(_is_short), 5)
+    state = sampler.state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt")
+    assert loaded == state
+    resumed = make().filter(_is_short)
+    resumed.load_state_dict(loaded)
+    assert resumed.state_dict() == state
+    assert resumed.num_batches_drawn == 5
+    next(resumed)
+    assert resumed.num_batches_drawn == 6
+
+
+def _is_short(cut: Any) -> bool:
+    return bool(cut.duration < 12.0)
+
+
+def test_filtered_cuts_do_not_shift_the_position() -> None:
+    whole = ids(make().filter(_is_short))
+    state = take(make().filter(_is_short), 6).state_dict()
+    resumed = make().filter(_is_short)
+    resumed.load_state_dict(state)
+    assert ids(resumed) == whole[6:]
+
+
+def test_a_resumed_sampler_can_be_told_to_start_again() -> None:
+    whole = ids(make())
+    resumed = make()
+    resumed.load_state_dict(take(make(), 5).state_dict())
+    resumed.allow_iter_to_reset_state()
+    assert ids(resumed) == whole
+    resumed.load_state_dict(take(make(), 5).state_dict())
+    resumed.set_epoch(1)
+    other = make()
+    other.set_epoch(1)
+    assert ids(resumed) == ids(other)
+
+
+def test_next_without_iter_continues_a_loaded_state() -> None:
+    whole = ids(make())
+    resumed = make()
+    resumed.load_state_dict(take(make(), 5).state_dict())
+    assert rest(resumed) == whole[5:]
+
+
+def test_a_state_saved_after_a_resume_is_exact_again() -> None:
+    whole = ids(make())
+    resumed = make()
+    resumed.load_state_dict(take(make(), 5).state_dict())
+    take(resumed, 4)
+    again = make()
+    again.load_state_dict(resumed.state_dict())
+    assert ids(again) == whole[9:]
+
+
+# The schedule of sizes
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(1, 20), min_size=4, max_size=4)), max_size=4),
+    stop=st.integers(0, 60),
+)
+def test_sizes_that_changed_on_the_way_are_replayed_where_they_changed(
+    changes: list[tuple[int, list[int]]], stop: int
+) -> None:
+    sampler = iter(make())
+    seen: list[list[str]] = []
+    by_batch = dict(changes)
+    for number in range(stop):
+        if number in by_batch:
+            sampler.apply(by_batch[number])
+        try:
+            seen.append([cut.id for cut in next(sampler)])
+        except StopIteration:
+            break
+    sizes = sampler.bucket_batch_size
+    state = sampler.state_dict()
+    remaining = rest(sampler)
+    resumed = make(bucket_batch_size=sizes)
+    resumed.load_state_dict(state)
+    assert ids(resumed) == remaining
+    assert sorted(name for batch in seen + remaining for name in batch) == sorted(CUTS.ids)
+
+
+def test_other_sizes_than_the_saved_ones_hold_after_the_replay() -> None:
+    before = ids(make())[:9]
+    resumed = make(bucket_batch_size=[3, 2, 1, 1])
+    resumed.load_state_dict(take(make(), 9).state_dict())
+    after = list(resumed)
+    assert all(len(batch) <= 3 for batch in after)
+    assert sorted([name for batch in before for name in batch] + flat(after)) == sorted(CUTS.ids)
+
+
+def test_an_auto_sampler_replays_the_saved_sizes_and_goes_on_with_its_new_ones() -> None:
+    before = ids(make())[:9]
+    resumed = make(bucket_batch_size="auto")
+    resumed.load_state_dict(take(make(), 9).state_dict())
+    assert resumed.needs_calibration
+    resumed.apply([3, 2, 1, 1])
+    after = list(resumed)
+    assert all(len(batch) <= 3 for batch in after)
+    assert sorted([name for batch in before for name in batch] + flat(after)) == sorted(CUTS.ids)
+    assert flat(iter(resumed))  # the next epoch
+
+
+# Consumed rather than drawn
+
+
+def test_the_state_at_an_earlier_batch_leaves_prefetched_ones_for_the_resumed_run() -> None:
+    whole = ids(make())
+    sampler = take(make(), 10)
+    resumed = make()
+    resumed.load_state_dict(sampler.state_dict_at(6))
+    assert resumed.num_batches_drawn == 6
+    assert ids(resumed) == whole[6:]
+
+
+def test_sizes_that_changed_while_batches_were_prefetched_change_there_again() -> None:
+    sampler = iter(make())
+    batches = [next(sampler) for _ in range(8)]
+    sampler.apply([2, 2, 2, 2])
+    batches += [next(sampler) for _ in range(4)]
+    state = sampler.state_dict_at(6)
+    whole = ids(batches) + rest(sampler)
+    resumed = make(bucket_batch_size=[2, 2, 2, 2])
+    resumed.load_state_dict(state)
+    assert ids(resumed) == whole[6:]
+
+
+def test_the_state_at_a_batch_that_was_not_drawn_is_refused() -> None:
+    sampler = take(make(), 3)
+    with pytest.raises(ValueError, match=r"at most the 3 batches that were drawn, it is 4; for an iterable-style"):
+        sampler.state_dict_at(4)
+    with pytest.raises(ValueError, match="must be at least 0, they are -1 and 0"):
+        sampler.state_dict_at(-1)
+
+
+# Compound samplers
+
+
+@pytest.mark.parametrize("compound", [ZipSampler, RoundRobinSampler], ids=["zip", "round robin"])
+def test_compound_samplers_resume_exactly(compound: Any) -> None:
+    def both() -> Any:
+        return compound(make(concurrent=True), make(make_cuts(300, seed=1), seed=3))
+
+    whole = ids(both())
+    state = take(both(), 7).state_dict()
+    resumed = both()
+    resumed.load_state_dict(state)
+    assert ids(resumed) == whole[7:]
+    resumed = both()
+    resumed.load_state_dict(take(both(), 7).state_dict())
+    assert rest(resumed) == whole[7:]
+
+
+# Copies
+
+
+@pytest.mark.parametrize("copy", [deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_copy_made_in_the_middle_of_an_epoch_goes_on_from_there(copy: Any, concurrent: bool) -> None:
+    sampler = take(make(concurrent=concurrent), 6)
+    copied = copy(sampler)
+    assert rest(copied) == rest(sampler)
+    assert ids(copied) == ids(sampler)
+
+
+# Sources that count how often they were iterated
+
+
+class Reshuffling:
+    """Stands for Lhotse's stateful lazy sets, which shuffle differently each time."""
+
+    def __init__(self, cuts: CutSet) -> None:
+        self.cuts = cuts
+        self.num_times_iterated = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        import random
+
+        self.num_times_iterated += 1
+        cuts = list(self.cuts)
+        random.Random(self.num_times_iterated).shuffle(cuts)
+        yield from cuts
+
+
+Reshuffling.__module__ = "lhotse.lazy"  # the walk through a source looks at Lhotse's classes only
+
+
+def test_a_source_that_reshuffles_itself_is_put_back_to_where_the_epoch_began() -> None:
+    def sampler() -> CalibratedBucketingSampler:
+        return make(CutSet(Reshuffling(CUTS)))
+
+    first = sampler()
+    list(first)
+    list(first)
+    first.sample_cuts(3)
+    state = take(first, 5).state_dict()
+    expected = rest(first)
+    resumed = sampler()
+    resumed.load_state_dict(state)
+    assert ids(resumed) == expected
+    assert ids(resumed) == ids(first)
+
+
+def test_a_lazy_jsonl_source_resumes_exactly(tmp_path: Path) -> None:
+    path = tmp_path / "cuts.jsonl"
+    make_cuts(600).to_file(path)
+    lazy = CutSet.from_jsonl_lazy(path)
+    whole = ids(make(lazy))
+    resumed = make(lazy, concurrent=False)
+    resumed.load_state_dict(take(make(lazy), 8).state_dict())
+    assert ids(resumed) == whole[8:]
+
+
+def test_resuming_an_unseeded_source_says_that_it_is_not_exact(caplog: pytest.LogCaptureFixture) -> None:
+    def mixed() -> CutSet:
+        return CutSet.mux(CUTS.subset(first=300), CUTS.subset(last=300), seed="trng")
+
+    resumed = make(mixed())
+    resumed.load_state_dict(take(make(mixed()), 5).state_dict())
+    with caplog.at_level(logging.WARNING):
+        list(resumed)
+    assert "resume is not exact: LazyIteratorMultiplexer is seeded with 'trng'; use whole numbers" in caplog.text
+
+
+@pytest.mark.parametrize("seed", ["trng", "randomized"])
+def test_a_drawn_seed_is_kept_in_the_state(seed: str) -> None:
+    sampler = take(make(seed=seed), 5)
+    state = sampler.state_dict()
+    expected = rest(sampler)
+    resumed = make(seed=seed)
+    resumed.load_state_dict(state)
+    assert ids(resumed) == expected
+
+
+def test_trng_differs_from_one_epoch_to_the_next() -> None:
+    sampler = make(seed="trng")
+    assert ids(sampler) != ids(sampler)
+
+
+# What can't be continued
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "message"),
+    [
+        (
+            {"rank": 0, "world_size": 2},
+            {"rank": 0, "world_size": 4},
+            "the state was saved with world_size=2, this sampler has 4; restore that, or pass on_resume='new_epoch'",
+        ),
+        ({"seed": 1}, {"seed": 2}, "the state was saved with seed=1, this sampler has 2"),
+        (
+            {},
+            {"duration_bins": [5.0, 10.0, 20.0, 40.0]},
+            r"saved with the bins \[\[5.0, 10.0, 20.0, 30.0\], True, \[\], \[\]\], this sampler has \[\[5.0",
+        ),
+    ],
+    ids=["other ranks", "another seed", "other bins"],
+)
+def test_a_state_of_another_set_up_is_refused_or_starts_the_next_epoch(
+    saved: dict[str, Any], loaded: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = make(**saved)
+    sampler.set_epoch(3)
+    take(sampler, 5)
+    with pytest.raises(ResumeError, match=message):
+        make(**loaded).load_state_dict(sampler.state_dict())
+    resumed = make(**loaded, on_resume="new_epoch")
+    state = sampler.state_dict()
+    with caplog.at_level(logging.WARNING):
+        resumed.load_state_dict(state)
+    assert state == {}
+    assert "not resumed in the middle of epoch 3" in caplog.text
+    assert resumed.epoch == 4
+    fresh = make(**loaded)
+    fresh.set_epoch(4)
+    assert ids(resumed) == ids(fresh)
+
+
+def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    state = take(make(rank=0, world_size=1), 3).state_dict()
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ResumeError, match="the state was saved on 2 ranks, this job has 8"):
+        make(rank=0, world_size=1).load_state_dict(state)
+
+
+def test_a_state_of_lhotses_own_sampler_is_refused() -> None:
+    with pytest.warns(UserWarning, match="eagerly read CutSet"):
+        theirs = DynamicBucketingSampler(CUTS, max_duration=60.0, duration_bins=BINS)
+    iter(theirs)
+    next(theirs)
+    ours = CalibratedBucketingSampler(CUTS, max_duration=60.0, duration_bins=BINS)
+    with pytest.raises(ResumeError, match="the state was saved by Lhotse's own sampler, which draws other batches"):
+        ours.load_state_dict(theirs.state_dict())
+
+
+def test_settings_that_decide_what_comes_next_are_taken_from_the_state(caplog: pytest.LogCaptureFixture) -> None:
+    whole = ids(make(concurrent=True))
+    resumed = make(concurrent=False)
+    with caplog.at_level(logging.WARNING):
+        resumed.load_state_dict(take(make(concurrent=True), 4).state_dict())
+    assert "concurrent becomes True, as in the loaded state" in caplog.text
+    assert ids(resumed) == whole[4:]
