@@ -8,11 +8,12 @@ back with the same values, to the last bit, and touches nothing that is unchange
 
 from __future__ import annotations
 
+import logging
 import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError
 
 __all__ = ["Snapshot", "leave_no_trace"]
+
+logger = logging.getLogger(__name__)
 
 _STATEFUL = (torch.nn.Module, Optimizer, LRScheduler, ReduceLROnPlateau, torch.amp.GradScaler)
 """Opened wherever they are found."""
@@ -96,9 +99,10 @@ class Snapshot:
 
         :raises CalibrationError: when a parameter changed whose values were not to be kept; all else is restored then.
         """
-        for restore in self._restorers:
-            restore()
-        self._globals.restore()
+        with ExitStack() as stack:  # calls the last first, and each even if another fails
+            stack.callback(self._globals.restore)
+            for restore in reversed(self._restorers):
+                stack.callback(restore)
         changed = [unkept.shape for unkept in self._unkept if unkept.changed()]
         if changed:
             raise CalibrationError(
@@ -125,7 +129,7 @@ class Snapshot:
         return True
 
     def _keep_root(self, value: Any) -> None:
-        if hasattr(value, "__dict__") and not isinstance(value, _ATOMS) and not isinstance(value, torch.Tensor):
+        if _has_attributes(value) and not isinstance(value, torch.Tensor):
             self._keep_object(value, opens=False)
         self._keep(value, opens=False)
 
@@ -135,10 +139,8 @@ class Snapshot:
             attributes = value.__dict__
             self._restorers.append(_attributes(attributes))
             for name, attribute in list(attributes.items()):
-                if name in ("optimizer", "_optimizer") and hasattr(attribute, "__dict__"):
-                    self._keep_object(attribute, opens=opens)
-                else:
-                    self._keep(attribute, opens=opens)
+                wrapped = name in ("optimizer", "_optimizer") and _has_attributes(attribute)
+                (self._keep_object if wrapped else self._keep)(attribute, opens=opens)
             if isinstance(value, torch.jit.ScriptModule):
                 self._keep_script_module(value)
 
@@ -164,12 +166,7 @@ class Snapshot:
         elif isinstance(value, _GENERATORS_AND_ARRAYS):
             if self._is_new(value):
                 self._restorers.append(_state_of(value))
-        elif (
-            not opens
-            or isinstance(value, _ATOMS)
-            or not hasattr(value, "__dict__")
-            or type(value).__module__.partition(".")[0] in _CLOSED
-        ):
+        elif not opens or not _has_attributes(value) or type(value).__module__.partition(".")[0] in _CLOSED:
             inert.add(type(value))
         else:
             self._keep_object(value, opens=False)
@@ -209,12 +206,20 @@ def leave_no_trace(
     *,
     parameters: bool = True,
 ) -> Iterator[Snapshot]:
-    """Take a snapshot, and restore it on the way out, an exception's way too. Arguments as in :meth:`Snapshot.take`."""
+    """Take a snapshot, and restore it on the way out, an exception's way too. Arguments as in :meth:`Snapshot.take`.
+
+    :raises CalibrationError: as :meth:`Snapshot.restore`, but never in place of an exception that is on its way.
+    """
     snapshot = Snapshot.take(model, optimizers, schedulers, scalers, extras, parameters=parameters)
     try:
         yield snapshot
-    finally:
-        snapshot.restore()
+    except BaseException:
+        try:
+            snapshot.restore()
+        except RuntimeError as error:  # a device that no longer answers
+            logger.warning("what the trials changed could not all be restored: %s", error)
+        raise
+    snapshot.restore()
 
 
 class _Unkept:
@@ -278,6 +283,10 @@ def _unwrapped(optimizer: Any) -> Iterator[Any]:
         yield optimizer
         attributes = getattr(optimizer, "__dict__", {})
         optimizer = attributes.get("optimizer", attributes.get("_optimizer"))
+
+
+def _has_attributes(value: object) -> bool:
+    return hasattr(value, "__dict__") and not isinstance(value, _ATOMS)
 
 
 def _set_training(module: torch.nn.Module, training: bool) -> None:

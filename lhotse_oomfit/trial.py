@@ -21,6 +21,8 @@ __all__ = ["TrainingStep", "Trial", "TrialRunner", "Verdict", "judge"]
 
 logger = logging.getLogger(__name__)
 
+_ERROR_CHARACTERS = 300
+
 
 class Verdict(Enum):
     """What an error says about the size that was tried."""
@@ -221,7 +223,7 @@ class TrialRunner:
                     )
                 raise
             status = "oom" if verdict is Verdict.OOM else "ceiling"
-            error = f"{verdict.value}: {type(exc).__name__}: {str(exc).strip().partition(chr(10))[0]}"
+            error = f"{verdict.value}: {type(exc).__name__}: {_first_line(exc)}"
             if verdict is Verdict.HOST_OOM:
                 logger.warning("bucket %s, size %s: the host, not the device, ran out of memory: %s", bucket, size, exc)
             _clear_frames(exc, outside)
@@ -273,6 +275,12 @@ def _older_objects_set_aside() -> Iterator[Callable[[], None]]:
         yield put_back
     finally:
         put_back()
+
+
+def _first_line(exc: BaseException) -> str:
+    """The start of an error's text; a card's out-of-memory error is one line of a thousand characters."""
+    line = str(exc).strip().partition("\n")[0]
+    return line if len(line) <= _ERROR_CHARACTERS else line[: _ERROR_CHARACTERS - 1] + "…"
 
 
 def _add_note(exc: BaseException, note: str) -> None:

@@ -360,6 +360,9 @@ def test_a_cap_lowers_the_limit_while_inside_and_never_raises_it() -> None:
             torch.zeros(251)
         with backend.measure():
             torch.zeros(250)
+        with backend.cap(2000), pytest.raises(torch.OutOfMemoryError), backend.measure():
+            torch.zeros(251)
+        assert backend.budget(1.0).bytes == 1000
     with backend.cap(64 * MIB), pytest.raises(torch.OutOfMemoryError), backend.measure():
         torch.zeros(MIB)
     with backend.measure():
@@ -477,6 +480,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> CudaMemory:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700 * MIB, 1000 * MIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 100 * MIB)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda device: 1.0, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"allocator_settings": {"expandable_segments": False}})
     return CudaMemory(torch.device("cuda", 0))
 
@@ -540,6 +544,24 @@ def test_an_allocator_that_cant_be_switched_says_why_and_what_to_do(
     assert "has no function for it" in caplog.text
 
 
+def test_a_cap_of_the_users_own_bounds_the_budget(card: CudaMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "get_per_process_memory_fraction", lambda device: 0.3, raising=False)
+    assert card.budget(0.9, reserve_bytes=0).bytes == 300 * MIB
+
+
+def test_an_older_torch_that_cant_tell_its_cap_counts_as_without_one(
+    card: CudaMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fractions: list[float] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: fractions.append(fraction)
+    )
+    monkeypatch.delattr(torch.cuda.memory, "get_per_process_memory_fraction")
+    with card.cap(250 * MIB):
+        pass
+    assert fractions == [0.25, 1.0]
+
+
 def test_another_allocator_backend_is_named_and_left_alone(card: CudaMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     assert card.prepare() == "cudaMallocAsync"
@@ -557,4 +579,4 @@ def test_a_cap_is_a_share_of_the_card_and_the_former_one_comes_back(
         raise KeyError
     with card.cap(5000 * MIB):
         pass
-    assert fractions == [0.25, 0.7, 1.0, 0.7]
+    assert fractions == [0.25, 0.7, 0.7, 0.7]

@@ -514,6 +514,30 @@ def test_an_exception_on_the_way_restores_too() -> None:
     assert training.train(6) == expected
 
 
+def test_a_restoration_that_fails_does_not_hide_the_error_that_came_before(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    training = Training()
+    optimizers = [training.optimizer]
+    with pytest.raises(ValueError, match="the bug"), leave_no_trace(training.model, optimizers, parameters=False):
+        trials_and_then_a_bug(training)
+    assert "what the trials changed could not all be restored: the parameters must not change" in caplog.text
+    assert training.model.num_forwards == 0
+
+
+def trials_and_then_a_bug(training: Training) -> None:
+    training.trials()  # changes parameters, which were not to be kept
+    raise ValueError("the bug")
+
+
+def test_an_optimizer_class_in_an_attribute_is_no_wrapper() -> None:
+    model = nn.Linear(1, 1)
+    model.optimizer = torch.optim.AdamW
+    with leave_no_trace(model):
+        model.optimizer = torch.optim.SGD
+    assert model.optimizer is torch.optim.AdamW
+
+
 def test_a_model_with_lazy_parameters_is_refused() -> None:
     message = "must all be initialised before trial steps, 1.weight, 1.bias are lazy; run one forward pass first"
     with pytest.raises(InvalidArgumentError, match=message):

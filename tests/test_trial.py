@@ -348,6 +348,14 @@ def test_the_batch_is_built_inside_the_trial() -> None:
     assert "aten.zeros.default needs 3.81 MiB more" in str(trial.error)
 
 
+def test_a_long_message_is_cut() -> None:
+    trial = runner_for(raising("CUDA out of memory. " + "x" * 1000 + "\nmore", torch.OutOfMemoryError)).run(0, 1)
+    assert trial.error is not None
+    assert trial.error.startswith("out of memory: OutOfMemoryError: CUDA out of memory. xxx")
+    assert trial.error.endswith("x…")
+    assert len(trial.error) < 350
+
+
 def test_a_real_bug_is_raised_as_it_is_with_a_note() -> None:
     bug = ValueError("a bug")
 
