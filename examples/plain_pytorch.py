@@ -82,7 +82,8 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int, device: torch
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
-        sampler.load_state_dict(state["sampler"])
+        if "sampler" in state and not recipe.workers_draw(args):
+            sampler.load_state_dict(state["sampler"])
         step = state["step"]
 
     calibrate(
@@ -99,7 +100,7 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int, device: torch
         precision="bf16" if device.type == "cuda" else "",
     )
 
-    loader = recipe.training_loader(args, sampler, dataset, rank=rank, world_size=world_size)
+    loader = recipe.training_loader(args, sampler, dataset, rank=rank, world_size=world_size, first_step=step)
     compute_loss: torch.nn.Module = TrainingLoss(model)
     if world_size > 1:
         compute_loss = DistributedDataParallel(compute_loss, device_ids=[device] if device.type == "cuda" else None)
@@ -126,7 +127,9 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int, device: torch
             cer = score(model, speech, device)
             if rank == 0:
                 print(f"step {step}: CER on {len(speech.held_out)} held-out utterances {cer:.1%}", flush=True)
-                parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "sampler": sampler}
+                parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+                if not recipe.workers_draw(args):
+                    parts["sampler"] = sampler
                 state = {name: part.state_dict() for name, part in parts.items()}
                 torch.save({**state, "step": step}, checkpoint.with_suffix(".tmp"))
                 checkpoint.with_suffix(".tmp").replace(checkpoint)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -21,9 +22,11 @@ from asr.dataset import SpeechDataset
 from asr.model import ConformerCTC, greedy_tokens
 from asr.scoring import edit_distance
 from asr.tokenizer import CharTokenizer
-from lhotse_oomfit.lightning import BucketBatchSizeFinder
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+
+from lhotse_oomfit import CalibratedBucketingSampler
+from lhotse_oomfit.lightning import BucketBatchSizeFinder
 
 
 class Recogniser(pl.LightningModule):
@@ -58,7 +61,7 @@ class Recogniser(pl.LightningModule):
         counts = torch.tensor([self.edits, self.characters], dtype=torch.float32, device=self.device)
         edits, characters = self.trainer.strategy.reduce(counts, reduce_op="sum").tolist()
         self.cer = edits / max(1.0, characters)
-        self.log("cer", self.cer, prog_bar=True, rank_zero_only=True)
+        self.log("cer", self.cer, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, betas=(0.9, 0.98), weight_decay=0.01)
@@ -75,12 +78,12 @@ class SpeechData(pl.LightningDataModule):
         super().__init__()
         self.args = args
         self.speech = speech
-        self.sampler = None
+        self.sampler: CalibratedBucketingSampler | None = None
         self.position: dict[str, Any] = {}
 
-    def train_dataloader(self) -> torch.utils.data.DataLoader[dict[str, object]]:
+    def train_dataloader(self) -> torch.utils.data.DataLoader[dict[str, Any]]:
         self.sampler = recipe.training_sampler(self.args, self.speech)
-        if self.position:
+        if self.position and not recipe.workers_draw(self.args):
             self.sampler.load_state_dict(self.position)
         return recipe.training_loader(
             self.args,
@@ -88,13 +91,16 @@ class SpeechData(pl.LightningDataModule):
             SpeechDataset(self.speech.tokenizer),
             rank=self.trainer.global_rank,
             world_size=self.trainer.world_size,
+            first_step=self.trainer.global_step,
         )
 
-    def val_dataloader(self) -> torch.utils.data.DataLoader[dict[str, object]]:
+    def val_dataloader(self) -> torch.utils.data.DataLoader[dict[str, Any]]:
         return recipe.held_out_loader(self.speech)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.state_dict()} if self.sampler is not None else {}
+        if self.sampler is None or recipe.workers_draw(self.args):
+            return {}
+        return {"sampler": self.sampler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.position = state_dict.get("sampler", {})
@@ -120,6 +126,9 @@ def main() -> None:
     if args.resume and not checkpoint.is_file():
         parser.error(f"--resume needs a checkpoint, there is no {checkpoint}")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    # Lightning 2.6 still asks torch 2.13 in the old way.
+    warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
 
     speech = recipe.load_speech(args)
     model = recipe.build_model(args, speech.tokenizer)
