@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ from lhotse.cut import Cut
 from lhotse.cut.data import DataCut
 
 from lhotse_oomfit.errors import WorstCaseError
+from lhotse_oomfit.field_laws import FieldLaw, learn_laws, token_fields
 from lhotse_oomfit.stretch import PlainCut, num_samples_at
-from lhotse_oomfit.transcript import FieldLaw, fit_output, learn_laws, scale_output, token_fields
+from lhotse_oomfit.transcript import fit_output, scale_output, scale_time_fields
 
 __all__ = ["Edges", "Examples", "fit_to_edges"]
 
@@ -55,7 +56,7 @@ class Examples:
         self._readable: dict[int, bool] = {}
         self._plain: PlainCut | None = None
         self._kind = -1
-        self._laws: dict[str, FieldLaw] = {}
+        self._laws: Mapping[str, FieldLaw] = {}
         self._cache: OrderedDict[Edges, DataCut] = OrderedDict()
         self._counted: list[tuple[float, int]] = []  # length and tokens of the real cuts of the template's kind
 
@@ -173,7 +174,7 @@ def fit_to_edges(
     output_len: int | None,
     measure_length: Callable[[Cut], float],
     measure_tokens: Callable[[Cut], int | None],
-    laws: dict[str, FieldLaw],
+    laws: Mapping[str, FieldLaw],
 ) -> DataCut:
     """Return the cut in memory at these edges, by these measures.
 
@@ -184,10 +185,11 @@ def fit_to_edges(
     own, duration = float(measure_length(plain.cut)), float(plain.cut.duration)
     in_seconds = abs(own - duration) <= 1e-3
     wanted_s = input_len if in_seconds else duration * input_len / max(own, 1e-9)
+    described = scale_time_fields(plain.cut, wanted_s / duration, laws)
     if output_len is None:
-        described = scale_output(plain.cut, wanted_s / duration)
+        described = scale_output(described, wanted_s / duration, laws)
     else:
-        described = fit_output(plain.cut, output_len, measure_tokens, laws)
+        described = fit_output(described, output_len, measure_tokens, laws)
     plain = dataclasses.replace(plain, cut=described)
     cut = plain.stretched(num_samples_at(wanted_s, plain.sampling_rate))
     tolerance = _SAMPLES_OF_TOLERANCE / plain.sampling_rate

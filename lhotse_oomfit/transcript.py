@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,85 +20,34 @@ from lhotse.supervision import AlignmentItem, SupervisionSegment
 from lhotse.utils import fastcopy
 
 from lhotse_oomfit.errors import WorstCaseError
+from lhotse_oomfit.field_laws import CUT, TEXT, Field, FieldLaw, sequence_fields, token_fields
 
-__all__ = ["FieldLaw", "fit_output", "learn_laws", "scale_output", "spread_alignment", "token_fields"]
+__all__ = ["fit_output", "scale_output", "scale_time_fields", "spread_alignment"]
 
 Measure = Callable[[Cut], "int | None"]
-Field = tuple[int, str]  # owner (-1: the cut, otherwise the supervision's index) and name in its custom dict
-
-_CUT = -1
-_TEXT = ""
 _TEXT_LIKE = re.compile(r"text|transcri|phon|ipa|caption|answer|target", re.IGNORECASE)
 _MAX_CHARS_PER_TOKEN = 200  # a tokenizer that swallows more than this can't be driven by text
 _FILL_STEPS = 64
 _LOOK_BACK = 24
 
 
-@dataclass(frozen=True, kw_only=True)
-class FieldLaw:
-    """How long a field is for a given number of tokens, as seen in the sample: ``offset + slope * num_tokens``."""
-
-    slope: float
-    offset: float
-
-    def length(self, num_tokens: int) -> int:
-        return max(0, math.ceil(self.offset + self.slope * num_tokens - 1e-6))
-
-
-def token_fields(cut: Cut) -> dict[Field, Any]:
-    """Return the custom fields that hold one-dimensional sequences of tokens: integers, or strings such as phonemes."""
-    found: dict[Field, Any] = {}
-    for owner, holder in [(_CUT, cut), *enumerate(cut.supervisions)]:
-        for name, value in (holder.custom or {}).items():
-            if isinstance(value, (np.ndarray, torch.Tensor)):
-                if value.ndim == 1 and "int" in str(value.dtype):
-                    found[owner, name] = value
-            elif isinstance(value, (list, tuple)) and all(isinstance(x, (int, str)) for x in value) and len(value):
-                found[owner, name] = value
-    return found
+def scale_time_fields(cut: DataCut, ratio: float, laws: Mapping[str, FieldLaw]) -> DataCut:
+    """Return ``cut`` with the custom fields that follow the time (codes, pitch, ...) ``ratio`` times as long."""
+    lengths = {
+        key: max(1, math.ceil(len(value) * ratio - 1e-6))
+        for key, value in sequence_fields(cut).items()
+        if _follows_time(key, laws)
+    }
+    return _with_lengths(cut, lengths)
 
 
-def learn_laws(cuts: Sequence[Cut], measure: Measure) -> dict[str, FieldLaw]:
-    """Learn from real cuts how the length of each token field follows the number of tokens.
-
-    A prompt of constant length has slope 0; a prompt with its answer has slope 1 and the prompt's length as offset.
-    A field that follows no line gets the steepest proportion seen. Fields are known by name, the characters of the
-    texts by an empty one; where every example has the same number of tokens nothing can be learned, and the field is
-    left out.
-    """
-    seen: dict[str, list[tuple[int, int]]] = {}
-    for cut in cuts:
-        tokens = measure(cut)
-        if tokens is None:
-            continue
-        totals: dict[str, int] = {}
-        for (_, name), value in token_fields(cut).items():
-            totals[name] = totals.get(name, 0) + len(value)
-        if any(sup.text for sup in cut.supervisions):
-            totals[_TEXT] = sum(len(sup.text or "") for sup in cut.supervisions)
-        for name, total in totals.items():
-            seen.setdefault(name, []).append((tokens, total))
-    laws = {}
-    for name, pairs in seen.items():
-        x, y = (np.array(column, dtype=float) for column in zip(*pairs, strict=True))
-        if np.ptp(y) == 0 and len(pairs) > 2 and np.ptp(x) > 0:
-            laws[name] = FieldLaw(slope=0.0, offset=float(y[0]))
-        elif np.ptp(x) > 0:
-            slope, offset = np.polyfit(x, y, 1)
-            if np.abs(slope * x + offset - y).max() < 1e-6 * max(1.0, y.max()):
-                laws[name] = FieldLaw(slope=round(float(slope), 9), offset=round(float(offset), 6))
-            else:
-                laws[name] = FieldLaw(slope=float((y / np.maximum(x, 1)).max()), offset=0.0)
-    return laws
-
-
-def scale_output(cut: DataCut, ratio: float) -> DataCut:
+def scale_output(cut: DataCut, ratio: float, laws: Mapping[str, FieldLaw]) -> DataCut:
     """Return ``cut`` with texts, alignments and token fields ``ratio`` times as long; for cuts without a measure."""
     cut = _with_text_ratio(cut, ratio)
     lengths = {
         key: max(1, math.ceil(len(value) * ratio - 1e-6))
         for key, value in token_fields(cut).items()
-        if _per_token(cut, key)
+        if _per_token(key) and not _follows_time(key, laws)
     }
     return _with_lengths(cut, lengths)
 
@@ -123,8 +71,8 @@ def fit_output(cut: DataCut, num_tokens: int, measure: Measure, laws: Mapping[st
     ratio = num_tokens / max(before, 1)
     if drivers:
         num_chars = sum(len(sup.text or "") for sup in cut.supervisions)
-        if _TEXT in laws and num_chars:
-            ratio = laws[_TEXT].length(num_tokens) / num_chars
+        if TEXT in laws and not laws[TEXT].per_second and num_chars:
+            ratio = laws[TEXT].length(num_tokens) / num_chars
         fitted = _fit_fields(_with_text_ratio(cut, ratio), drivers, num_tokens, measure, laws)
     elif any(sup.text is not None for sup in cut.supervisions):
         fitted = _fit_texts(cut, num_tokens, before, measure)
@@ -191,13 +139,13 @@ def _companion_lengths(
     main = max((len(fields[key]) for key in drivers), default=before)
     lengths = {}
     for key, value in fields.items():
-        if key in drivers:
+        if key in drivers or _follows_time(key, laws):
             continue
         siblings = [other for other in fields if other[1] == key[1]]
         law = laws.get(key[1])
         if law is not None and len(siblings) == 1:
             lengths[key] = law.length(num_tokens) if law.slope else len(value)
-        elif len(value) == main or (len(siblings) > 1 and _per_token(cut, key)):
+        elif len(value) == main or (len(siblings) > 1 and _per_token(key)):
             lengths[key] = max(1, math.ceil(len(value) * num_tokens / max(before, 1) - 1e-6))
         elif drivers and main / 2 <= len(value) < main and any(len(x) == main - len(value) for x in fields.values()):
             # Two parts that make up the whole, such as a prompt and its answer: the longer part is what varies.
@@ -277,7 +225,11 @@ def _fill(text: str, num_tokens: int, count: Callable[[str], int], alphabet: lis
     return None
 
 
-def _per_token(cut: DataCut, key: Field) -> bool:
+def _follows_time(key: Field, laws: Mapping[str, FieldLaw]) -> bool:
+    return key[1] in laws and laws[key[1]].per_second
+
+
+def _per_token(key: Field) -> bool:
     """Whether the field looks as if it had an entry per token, when there's no sample to learn from."""
     return bool(re.search(r"token|input_ids|label|target|answer|mask|phon", key[1], re.IGNORECASE))
 
@@ -327,7 +279,7 @@ def _with_lengths(cut: DataCut, lengths: Mapping[Field, int]) -> DataCut:
     custom = dict(cut.custom) if cut.custom is not None else None
     supervisions = [fastcopy(sup, custom=dict(sup.custom) if sup.custom else sup.custom) for sup in cut.supervisions]
     for (owner, name), length in lengths.items():
-        holder = custom if owner == _CUT else supervisions[owner].custom
+        holder = custom if owner == CUT else supervisions[owner].custom
         if holder is not None:
             holder[name] = _cycle_tokens(holder[name], length)
     return fastcopy(cut, custom=custom, supervisions=supervisions)

@@ -18,7 +18,8 @@ from lhotse.supervision import AlignmentItem
 from synthetic_cuts import WORDS, make_cuts, num_characters
 
 from lhotse_oomfit.errors import WorstCaseError
-from lhotse_oomfit.transcript import FieldLaw, fit_output, learn_laws, scale_output, spread_alignment, token_fields
+from lhotse_oomfit.field_laws import FieldLaw, learn_laws, token_fields
+from lhotse_oomfit.transcript import fit_output, scale_output, scale_time_fields, spread_alignment
 
 PIECES = sorted(
     {word[:n] for word in WORDS for n in (2, 3, 4, 5)} | {" " + word for word in WORDS} | {"ing", "tion", "er"},
@@ -162,6 +163,28 @@ def test_a_field_that_follows_no_line_takes_its_steepest_proportion() -> None:
     assert laws["phones"].length(30) == 70
 
 
+def timed(duration: float, length: int, tokens: int) -> Any:
+    custom = {"codes": list(range(length)), "pitch": np.ones((2 * length, 3)), "face": np.ones(16)}
+    return dataclasses.replace(cut_with("x" * tokens, custom=custom), duration=duration)
+
+
+def test_fields_that_follow_the_time_are_stretched_by_it() -> None:
+    cuts = [timed(2.0, 50, 30), timed(4.0, 101, 33), timed(1.0, 25, 7)]
+    laws = learn_laws(cuts, num_characters)
+    assert laws["codes"] == FieldLaw(slope=25.0, per_second=True)
+    scaled = scale_time_fields(cuts[0], 3.0, laws)
+    fitted = fit_output(scaled, 90, num_characters, laws)
+    assert len(fitted.codes) == 150
+    assert fitted.pitch.shape == (300, 3)
+    assert fitted.face.shape == (16,)
+
+
+def test_two_cuts_teach_no_line() -> None:
+    cuts = [cut_with("x" * n, custom={"phones": list(range(m))}) for n, m in [(10, 40), (20, 30)]]
+    laws = learn_laws([*cuts, cuts[0]], num_characters)
+    assert laws["phones"] == FieldLaw(slope=4.0)
+
+
 def test_fields_that_the_measure_does_not_count_follow_the_text() -> None:
     cuts = [cut_with("x" * n, custom={"phones": list("ab" * n)}) for n in (10, 20, 30)]
     fitted = fit_output(cuts[0], 55, num_characters, learn_laws(cuts, num_characters))
@@ -177,7 +200,7 @@ def test_other_spellings_of_the_text_follow_it() -> None:
 
 def test_without_a_measure_texts_and_tokens_grow_in_proportion() -> None:
     cut = cut_with("hello there", custom={"tokens": [1, 2, 3, 4], "speakers": [3, 4]})
-    scaled = scale_output(cut, 3.0)
+    scaled = scale_output(cut, 3.0, {})
     assert len(scaled.supervisions[0].text) == 33
     assert len(scaled.tokens) == 12
     assert scaled.speakers == [3, 4]
