@@ -22,6 +22,8 @@ __all__ = ["TrainingStep", "Trial", "TrialRunner", "Verdict", "judge"]
 logger = logging.getLogger(__name__)
 
 _ERROR_CHARACTERS = 300
+_FROZEN_AT_STARTUP = 10_000
+"""Python 3.12 freezes a few hundred objects of its own; a program that freezes what torch loads freezes 100,000s."""
 
 
 class Verdict(Enum):
@@ -261,7 +263,7 @@ def _older_objects_set_aside() -> Iterator[Callable[[], None]]:
     A whole process is slow to look through (a tenth of a second and more with torch loaded), and what a trial must
     clear is what the trial made. A process that froze objects itself is left as it is.
     """
-    frozen = gc.get_freeze_count() == 0
+    frozen = gc.get_freeze_count() <= _FROZEN_AT_STARTUP
     if frozen:
         gc.freeze()
 
