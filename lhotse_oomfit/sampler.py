@@ -360,7 +360,11 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
         return self
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch; worker processes take it over with their next ``iter()``, persistent ones too."""
+        """Set the epoch; worker processes take it over with their next ``iter()``, persistent ones too.
+
+        Lhotse's ``IterableDatasetWrapper`` calls ``iter()`` for every epoch that its predecessor has finished; if
+        training leaves epochs before their end, give it ``reset_on_iter=True``.
+        """
         if epoch != self.epoch and self._loaded is not None:
             self._forget()
         super().set_epoch(epoch)
@@ -368,17 +372,13 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
             self._shared_epoch.fill_(epoch)
             self._seen_epoch = epoch
 
-    def _follow_main_process(self) -> bool:
-        """In a worker, take over an epoch that the main process has set since; whether there was one."""
-        if torch.utils.data.get_worker_info() is None:
-            return False
-        epoch = int(self._shared_epoch)
-        if epoch == self._seen_epoch:
-            return False
-        self._seen_epoch = epoch
-        changed = bool(epoch != self.epoch)
-        self.set_epoch(epoch)
-        return changed
+    def _follow_main_process(self) -> None:
+        """In a worker, take over an epoch that the main process has set since."""
+        if torch.utils.data.get_worker_info() is not None:
+            epoch = int(self._shared_epoch)
+            if epoch != self._seen_epoch:
+                self._seen_epoch = epoch
+                self.set_epoch(epoch)
 
     def _is_live(self) -> bool:
         return self._buffer is not None and self._buffer_pid == os.getpid()
@@ -483,10 +483,6 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
         """The next batch of this rank: a CutSet, or a tuple of them with several sources."""
         if not self._is_live():
             self._rebuild()
-        elif self._follow_main_process():
-            # The loader was left in the middle of an epoch, and the next has begun.
-            self.allow_iter_to_reset_state()
-            iter(self)
         self.allow_iter_to_reset_state()
         batch = self._next_batch()
         self._note_kept(batch)

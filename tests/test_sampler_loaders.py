@@ -1,0 +1,260 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lhotse import CutSet
+from lhotse.dataset import IterableDatasetWrapper
+from lhotse.dataset.dataloading import make_worker_init_fn
+from sampler_corpora import flat, ids, make_cuts
+from torch.utils.data import DataLoader, Dataset
+
+from lhotse_oomfit import CalibratedBucketingSampler
+from lhotse_oomfit.errors import NotCalibratedError, ResumeError
+
+CUTS = make_cuts(300)
+
+
+class Ids(Dataset[list[str]]):
+    def __getitem__(self, cuts: CutSet) -> list[str]:
+        return list(cuts.ids)
+
+
+class WorkerAndIds(Dataset[Any]):
+    def __getitem__(self, cuts: CutSet) -> tuple[int, list[str]]:
+        return cuts[0].dataloading_info["worker_id"], list(cuts.ids)
+
+
+def make(**options: Any) -> CalibratedBucketingSampler:
+    defaults: dict[str, Any] = {
+        "bucket_batch_size": [16, 8, 4, 2],
+        "duration_bins": [5.0, 10.0, 20.0, 30.0],
+        "buffer_size": 100,
+        "shuffle": True,
+        "rank": 0,
+        "world_size": 1,
+    }
+    return CalibratedBucketingSampler(CUTS, **(defaults | options))
+
+
+def map_style(sampler: Any, num_workers: int, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Ids(), sampler=sampler, batch_size=None, num_workers=num_workers, **options)
+
+
+def iterable_style(sampler: Any, num_workers: int, **options: Any) -> DataLoader[Any]:
+    dataset = IterableDatasetWrapper(WorkerAndIds(), sampler, reset_on_iter=True)
+    return DataLoader(dataset, batch_size=None, num_workers=num_workers, **options)
+
+
+# Map-style
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_map_style_run_stopped_with_batches_prefetched_resumes_exactly(concurrent: bool) -> None:
+    whole = ids(make(concurrent=concurrent))
+    sampler = make(concurrent=concurrent)
+    loader = map_style(sampler, 2)
+    consumed = []
+    for batch in loader:
+        consumed.append(batch)
+        if len(consumed) == 5:
+            break
+    assert sampler.num_batches_drawn > 5
+    resumed = make(concurrent=concurrent)
+    resumed.load_state_dict(sampler.state_dict_at(5))
+    assert consumed + list(map_style(resumed, 2)) == whole
+
+
+def test_a_break_and_a_new_loop_start_the_next_epoch_cleanly() -> None:
+    sampler = make(concurrent=True)
+    loader = map_style(sampler, 1, persistent_workers=True)
+    for _ in loader:
+        break
+    sampler.set_epoch(1)
+    expected = make()
+    expected.set_epoch(1)
+    assert sorted(name for batch in loader for name in batch) == sorted(flat(expected))
+    assert list(loader) == ids(sampler)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, of a loader half made
+def test_an_auto_sampler_fails_in_the_main_process_before_workers_start() -> None:
+    with pytest.raises(NotCalibratedError):
+        iter(map_style(make(bucket_batch_size="auto"), 2))
+
+
+def test_a_script_that_breaks_out_of_a_concurrent_loader_exits() -> None:
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_sampler_loaders import make, map_style
+for batch in map_style(make(concurrent=True), 0):
+    break
+print("done", flush=True)
+"""
+    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert (finished.returncode, finished.stdout) == (0, "done\n"), finished.stderr
+
+
+# Iterable-style
+
+
+@pytest.mark.parametrize(
+    ("context", "concurrent"),
+    [("fork", False), ("fork", True), pytest.param("spawn", True, marks=pytest.mark.slow)],
+)
+def test_an_iterable_style_run_stopped_with_batches_prefetched_resumes_exactly(context: str, concurrent: bool) -> None:
+    whole = list(iterable_style(make(concurrent=concurrent), 2))
+    assert [worker for worker, _ in whole[:4]] == [0, 1, 0, 1]
+    sampler = make(concurrent=concurrent)
+    consumed = []
+    for batch in iterable_style(sampler, 2):
+        consumed.append(batch)
+        if len(consumed) == 7:
+            break
+    state = pickle.loads(pickle.dumps(sampler.state_dict_at(7, num_workers=2)))
+    resumed = make(concurrent=concurrent)
+    resumed.load_state_dict(state)
+    assert resumed.num_batches_drawn == 7
+    again = list(iterable_style(resumed, 2, multiprocessing_context=context))
+    for worker in (0, 1):
+        assert [b for w, b in consumed + again if w == worker] == [b for w, b in whole if w == worker]
+
+
+def test_sizes_that_differ_after_an_iterable_style_resume_hold_for_what_is_left_and_are_saved_again() -> None:
+    def stop_after(sampler: CalibratedBucketingSampler, num: int, *, before: int = 0) -> tuple[list[Any], Any]:
+        batches = [batch for batch, _ in zip(iterable_style(sampler, 2), range(num), strict=False)]
+        return batches, sampler.state_dict_at(before + num, num_workers=2)
+
+    first, state = stop_after(make(), 7)
+    second = make(bucket_batch_size=[2, 2, 2, 2])
+    second.load_state_dict(state)
+    middle, state = stop_after(second, 8, before=7)
+    assert all(len(names) == 2 for _, names in middle)
+    third = make(bucket_batch_size=[2, 2, 2, 2])
+    third.load_state_dict(state)
+    last = list(iterable_style(third, 2))
+    for worker in (0, 1):
+        drawn = [name for w, names in first + middle + last for name in names if w == worker]
+        assert sorted(drawn) == sorted(CUTS.ids)
+
+
+def test_another_number_of_workers_is_refused_with_both_numbers() -> None:
+    state = make().state_dict_at(4, num_workers=2)
+    resumed = make()
+    resumed.load_state_dict(state)
+    with pytest.raises(
+        ResumeError, match="the state was sampled in 2 worker processes, now it is sampled in the main process"
+    ):
+        iter(resumed)
+    state = make().state_dict_at(4, num_workers=2)
+    lenient = make(on_resume="new_epoch")
+    lenient.load_state_dict(state)
+    expected = make()
+    expected.set_epoch(1)
+    assert ids(lenient) == ids(expected)
+
+
+def test_persistent_workers_follow_set_epoch_and_restart_after_a_break() -> None:
+    loader = iterable_style(make(), 1, persistent_workers=True)
+    assert isinstance(loader.dataset, IterableDatasetWrapper)
+
+    def expected(epoch: int) -> list[list[str]]:
+        sampler = make()
+        sampler.set_epoch(epoch)
+        return [list(names) for _, names in iterable_style(sampler, 1)]
+
+    assert [names for _, names in loader] == expected(0)
+    loader.dataset.set_epoch(1)
+    assert [names for _, names in loader] == expected(1)
+    loader.dataset.set_epoch(2)
+    for _ in loader:
+        break
+    loader.dataset.set_epoch(3)
+    assert [names for _, names in loader] == expected(3)
+
+
+def test_the_loaders_own_way_of_counting_epochs_in_workers_still_works() -> None:
+    dataset = IterableDatasetWrapper(WorkerAndIds(), make(), auto_increment_epoch=True)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=1, persistent_workers=True)
+    first, second = list(loader), list(loader)
+    assert first != second
+    assert sorted(name for _, names in second for name in names) == sorted(CUTS.ids)
+
+
+def test_workers_of_equal_number_choose_the_same_buckets_on_ranks_with_other_data() -> None:
+    def buckets(seed: int) -> list[int]:
+        sampler = CalibratedBucketingSampler(
+            make_cuts(2000, seed=seed),
+            bucket_batch_size=[4, 4],
+            duration_bins=[8.0, 30.0],
+            rank=0,
+            world_size=1,
+            seed=seed,
+            shuffle=True,
+        )
+        return [int(batch[0].duration > 8.0) for batch in sampler]
+
+    pairs = list(zip(buckets(0), buckets(1), strict=False))[:300]
+    assert sum(a == b for a, b in pairs) > 0.9 * len(pairs)
+
+
+@pytest.mark.parametrize("seed", ["trng", "randomized"])
+def test_such_seeds_differ_between_workers(seed: str) -> None:
+    loader = iterable_style(make(seed=seed), 2, worker_init_fn=make_worker_init_fn(rank=0, world_size=1, seed=7))
+    by_worker: dict[int, list[list[str]]] = {0: [], 1: []}
+    for worker, names in loader:
+        by_worker[worker].append(names)
+    assert by_worker[0] != by_worker[1]
+    assert all(sorted(name for names in b for name in names) == sorted(CUTS.ids) for b in by_worker.values())
+
+
+def test_trng_in_workers_resumes_exactly_on_the_rank_that_saved() -> None:
+    sampler = make(seed="trng")
+    consumed = [batch for batch, _ in zip(iterable_style(sampler, 2), range(6), strict=False)]
+    whole = list(iterable_style(sampler, 2))
+    resumed = make(seed="trng")
+    resumed.load_state_dict(sampler.state_dict_at(6, num_workers=2))
+    again = list(iterable_style(resumed, 2))
+    for worker in (0, 1):
+        assert [b for w, b in consumed + again if w == worker] == [b for w, b in whole if w == worker]
+
+
+# Ranks that agree on a seed
+
+
+def _draw_on_rank(rank: int, world_size: int, port: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
+    )
+    try:
+        sampler = make(rank=rank, world_size=world_size, seed="trng", concurrent=True)
+        results.put((rank, ids(sampler)))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_share_a_seed_from_the_system_through_the_process_group() -> None:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=_draw_on_rank, args=(rank, 2, port, results)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    drawn = dict(results.get(timeout=120) for _ in processes)
+    for process in processes:
+        process.join(60)
+    assert len(drawn[0]) == len(drawn[1])
+    assert sorted(name for batches in drawn.values() for batch in batches for name in batch) == sorted(CUTS.ids)
