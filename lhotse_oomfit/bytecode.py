@@ -45,12 +45,25 @@ def moved_attributes(cls: type) -> tuple[frozenset[str], frozenset[str]]:
             called = [n for n in code.co_names if n not in seen and callable(getattr(cls, n, None))]
             seen.update(called)
             waiting += called
-            before = ""
-            for step in dis.get_instructions(code):
+            steps = list(dis.get_instructions(code))
+            for index, step in enumerate(steps):
                 if step.opname == "STORE_ATTR":
-                    (own if "self" in before.split(", ") else others).add(str(step.argval))
-                before = step.argrepr
+                    (own if _is_of_self(steps, index) else others).add(str(step.argval))
     return frozenset(own), frozenset(others)
+
+
+def _is_of_self(steps: list[dis.Instruction], store: int) -> bool:
+    """Whether the attribute that is stored there is one of ``self``.
+
+    A plain assignment loads the object just before it stores. An augmented one (``self.n += 1``) loads it, copies it,
+    loads the attribute, and at the end swaps value and object.
+    """
+    if steps[store - 1].opname not in {"SWAP", "ROT_TWO"}:
+        return "self" in steps[store - 1].argrepr.split(", ")
+    for index in range(store - 1, 1, -1):
+        if steps[index].argval == steps[store].argval and steps[index - 1].opname in {"COPY", "DUP_TOP"}:
+            return "self" in steps[index - 2].argrepr.split(", ")
+    return False
 
 
 def is_own(cls: type) -> bool:

@@ -226,7 +226,19 @@ def test_plot_writes_a_picture(tmp_path: Path, cache: ProfileStore, kind: str, s
         assert b"<script" not in data
 
 
+def test_plot_without_matplotlib_says_what_to_install(
+    tmp_path: Path, cache: ProfileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "lhotse_oomfit.plots", raising=False)
+    result = CliRunner().invoke(main, ["plot", str(saved(tmp_path / "a.yaml")), "-o", str(tmp_path / "a.png")])
+    assert result.exit_code == 5
+    assert result.stderr.startswith("oomfit: plot needs matplotlib, which isn't installed")
+    assert result.stderr.endswith("pip install 'lhotse-oomfit[plot]'\n")
+
+
 def test_plot_refuses_what_it_cannot_write(tmp_path: Path, cache: ProfileStore) -> None:
+    pytest.importorskip("matplotlib")
     path = saved(tmp_path / "a.yaml")
     run = oomfit("plot", path, "-o", tmp_path / "plot.gif")
     assert run.returncode == 2
