@@ -9,8 +9,6 @@ so that everything above this module runs, and is tested, without a card.
 from __future__ import annotations
 
 import gc
-import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -20,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from lhotse_oomfit.allocator import prefer_expandable_segments
 from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError
 from lhotse_oomfit.profile import parse_bytes
 from lhotse_oomfit.storages import StorageTracker, watch_resizes
@@ -33,8 +32,6 @@ __all__ = [
     "backend_for",
     "live_tensors",
 ]
-
-logger = logging.getLogger(__name__)
 
 Resident = Callable[[], Iterable[torch.Tensor]]
 
@@ -355,38 +352,8 @@ class CudaMemory:
             torch.cuda.empty_cache()
 
     def prepare(self) -> str:
-        """Switch on expandable segments unless the user configured the allocator; then empty the cache.
-
-        With fixed segments, batches of many shapes fragment the reservation, and a size that fits on a fresh allocator
-        can fail hours later. Returns ``"expandable_segments"``, ``"default"``, or the name of another allocator
-        backend (``"cudaMallocAsync"``, ``"pluggable"``).
-        """
-        backend = torch.cuda.get_allocator_backend()
-        if backend != "native":
-            return str(backend)
-        if _expandable_segments():
-            return "expandable_segments"
-        variable = next((name for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), None)
-        if variable is not None:
-            logger.warning(
-                "%s=%s is kept as it is, without expandable segments, so memory may fragment over many batch shapes; "
-                "add expandable_segments:True to it",
-                variable,
-                os.environ[variable],
-            )
-            return "default"
-        reason = _switch_on_expandable_segments()
-        if reason is None:
-            with torch.cuda.device(self.device):
-                torch.cuda.empty_cache()
-            logger.info("switched on the CUDA allocator's expandable segments")
-            return "expandable_segments"
-        logger.warning(
-            "the CUDA allocator's expandable segments can't be switched on (%s), so memory may fragment over many "
-            "batch shapes; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts",
-            reason,
-        )
-        return "default"
+        """Switch on expandable segments, see :func:`~lhotse_oomfit.allocator.prefer_expandable_segments`."""
+        return prefer_expandable_segments(self.device)
 
     def fields(self) -> dict[str, str]:
         """The card's name, memory in bytes and compute capability."""
@@ -413,36 +380,3 @@ class CudaMemory:
         """The share of the card that the allocator may reserve; all of it where this torch can't tell."""
         getter = getattr(torch.cuda.memory, "get_per_process_memory_fraction", None)
         return 1.0 if getter is None else float(getter(self.device))
-
-
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-
-
-def _expandable_segments() -> bool | None:
-    """Whether the allocator now uses expandable segments; None where this torch can't tell."""
-    try:
-        settings = torch.cuda.memory._snapshot()["allocator_settings"]
-        return bool(settings["expandable_segments"])
-    except (AttributeError, KeyError, TypeError):
-        return None
-
-
-_SETTERS: tuple[tuple[Any, str], ...] = (
-    (torch._C, "_accelerator_setAllocatorSettings"),  # the newest name first: the others warn there
-    (torch._C, "_cuda_cudaCachingAllocator_set_allocator_settings"),
-    (torch.cuda.memory, "_set_allocator_settings"),
-)
-
-
-def _switch_on_expandable_segments() -> str | None:
-    """Switch them on through whichever private name this torch has; None on success, else the reason."""
-    for owner, name in _SETTERS:
-        setter = getattr(owner, name, None)
-        if setter is None:
-            continue
-        try:
-            setter("expandable_segments:True")
-        except (RuntimeError, ValueError, TypeError) as error:
-            return str(error).strip().partition("\n")[0] or type(error).__name__
-        return "the allocator took the setting and ignored it" if _expandable_segments() is False else None
-    return f"torch {torch.__version__} has no function for it"

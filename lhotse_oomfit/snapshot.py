@@ -24,6 +24,18 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError
+from lhotse_oomfit.keepers import (
+    GENERATORS_AND_ARRAYS,
+    is_freed,
+    keep_attributes,
+    keep_bytearray,
+    keep_dict,
+    keep_gradient,
+    keep_list,
+    keep_set_or_deque,
+    keep_state,
+    keep_values,
+)
 
 __all__ = ["Snapshot", "leave_no_trace"]
 
@@ -137,7 +149,7 @@ class Snapshot:
         """Keep an object's attributes; with ``opens`` those of plain objects among them too."""
         if self._is_new(value):
             attributes = value.__dict__
-            self._restorers.append(_attributes(attributes))
+            self._restorers.append(keep_attributes(attributes))
             for name, attribute in list(attributes.items()):
                 wrapped = name in ("optimizer", "_optimizer") and _has_attributes(attribute)
                 (self._keep_object if wrapped else self._keep)(attribute, opens=opens)
@@ -163,9 +175,9 @@ class Snapshot:
         elif isinstance(value, dict | list | set | deque | bytearray | tuple | frozenset):
             if self._is_new(value):
                 self._keep_container(value)
-        elif isinstance(value, _GENERATORS_AND_ARRAYS):
+        elif isinstance(value, GENERATORS_AND_ARRAYS):
             if self._is_new(value):
-                self._restorers.append(_state_of(value))
+                self._restorers.append(keep_state(value))
         elif not opens or not _has_attributes(value) or type(value).__module__.partition(".")[0] in _CLOSED:
             inert.add(type(value))
         else:
@@ -173,27 +185,27 @@ class Snapshot:
 
     def _keep_container(self, container: Any) -> None:
         if isinstance(container, dict):
-            self._restorers.append(_dict(container))
+            self._restorers.append(keep_dict(container))
             items: Iterable[Any] = [item for pair in container.items() for item in pair]
         else:
             items = () if isinstance(container, bytearray) else list(container)
             if isinstance(container, list):
-                self._restorers.append(_list(container))
+                self._restorers.append(keep_list(container))
             elif isinstance(container, set | deque):
-                self._restorers.append(_set_or_deque(container))
+                self._restorers.append(keep_set_or_deque(container))
             elif isinstance(container, bytearray):
-                self._restorers.append(_bytearray(container))
+                self._restorers.append(keep_bytearray(container))
         for item in items:
             self._keep(item, opens=False)
 
     def _keep_tensor(self, tensor: torch.Tensor, *, values: bool) -> None:
-        self._restorers.append(_tensor(tensor, values=values))
+        self._restorers.append(keep_values(tensor, values=values))
         if tensor.is_leaf:
             if tensor.grad is not None:
                 self._keep(tensor.grad, opens=False)
-            self._restorers.append(_gradient(tensor))
+            self._restorers.append(keep_gradient(tensor))
         if tensor.__dict__:
-            self._restorers.append(_attributes(tensor.__dict__))
+            self._restorers.append(keep_attributes(tensor.__dict__))
 
 
 @contextmanager
@@ -245,7 +257,7 @@ class _Unkept:
 
     def _read_sum(self) -> torch.Tensor:
         data = self._tensor.detach()
-        if data.device.type == "meta" or data.layout is not torch.strided or _is_freed(data) or data.is_complex():
+        if data.device.type == "meta" or data.layout is not torch.strided or is_freed(data) or data.is_complex():
             return torch.zeros((), dtype=torch.float64)
         return data.sum(dtype=torch.float64)
 
@@ -292,142 +304,3 @@ def _has_attributes(value: object) -> bool:
 def _set_training(module: torch.nn.Module, training: bool) -> None:
     if module.training != training:
         module.training = training
-
-
-def _same_items(now: dict[Any, Any], kept: dict[Any, Any]) -> bool:
-    # By identity: keys and values may be tensors, whose == gives a tensor.
-    return len(now) == len(kept) and all(
-        a is c and b is d for (a, b), (c, d) in zip(now.items(), kept.items(), strict=True)
-    )
-
-
-def _attributes(attributes: dict[str, Any]) -> Callable[[], None]:
-    kept = dict(attributes)
-
-    def restore() -> None:
-        for name in [name for name in attributes if name not in kept]:
-            del attributes[name]
-        for name, value in kept.items():
-            if name not in attributes or attributes[name] is not value:
-                attributes[name] = value
-
-    return restore
-
-
-def _dict(container: dict[Any, Any]) -> Callable[[], None]:
-    kept = dict(container)
-
-    def restore() -> None:
-        if not _same_items(container, kept):  # the order counts: a state_dict lists buffers in it
-            container.clear()
-            container.update(kept)
-
-    return restore
-
-
-def _list(container: list[Any]) -> Callable[[], None]:
-    kept = list(container)
-
-    def restore() -> None:
-        if len(container) != len(kept) or any(a is not b for a, b in zip(container, kept, strict=True)):
-            container[:] = kept
-
-    return restore
-
-
-def _set_or_deque(container: Any) -> Callable[[], None]:
-    kept = list(container)
-
-    def restore() -> None:
-        if len(container) != len(kept) or any(a is not b for a, b in zip(container, kept, strict=True)):
-            container.clear()
-            for item in kept:
-                (container.add if isinstance(container, set) else container.append)(item)
-
-    return restore
-
-
-def _bytearray(container: bytearray) -> Callable[[], None]:
-    kept = bytes(container)
-
-    def restore() -> None:
-        if container != kept:
-            container[:] = kept
-
-    return restore
-
-
-_GENERATORS_AND_ARRAYS = (
-    np.ndarray, torch.Generator, random.Random, np.random.RandomState, np.random.Generator
-)  # fmt: skip
-
-
-def _state_of(value: Any) -> Callable[[], object]:
-    """A function that puts an array's or a generator's state back."""
-    if isinstance(value, np.ndarray):
-        return partial(np.copyto, value, value.copy()) if value.flags.writeable else _nothing
-    if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, random.SystemRandom):
-        return _nothing
-    if isinstance(value, random.Random):
-        return partial(value.setstate, value.getstate())
-    if isinstance(value, np.random.RandomState):
-        return partial(value.set_state, value.get_state())
-    return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-
-
-def _nothing() -> None:
-    pass
-
-
-def _gradient(tensor: torch.Tensor) -> Callable[[], None]:
-    grad, requires_grad = tensor.grad, tensor.requires_grad
-
-    def restore() -> None:
-        if tensor.grad is not grad:
-            tensor.grad = grad
-        if tensor.requires_grad != requires_grad and tensor.is_leaf:
-            tensor.requires_grad_(requires_grad)
-
-    return restore
-
-
-def _tensor(tensor: torch.Tensor, *, values: bool) -> Callable[[], None]:
-    """Restores a tensor's values in place, and its shape where the step resized it."""
-    shape, device = tensor.shape, tensor.device
-    if not values or device.type == "meta" or _is_freed(tensor):
-        return _nothing
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        whole = tensor.detach().clone()
-
-        def restore_whole() -> None:
-            with torch.no_grad():
-                tensor.copy_(whole)
-
-        return restore_whole
-    kept = _dense(tensor).to("cpu", copy=True)
-
-    def restore() -> None:
-        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            data = tensor.data
-            if data.shape == shape and not _is_freed(data):
-                _dense(data).copy_(kept)
-            else:
-                tensor.data = kept.to(device, copy=True).expand(shape)
-
-    return restore
-
-
-def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without the dimensions that ``expand`` repeats, which can't be written to."""
-    data = tensor.detach()
-    if not any(stride == 0 and size > 1 for size, stride in zip(data.shape, data.stride(), strict=True)):
-        return data
-    size = [1 if stride == 0 else size for size, stride in zip(data.shape, data.stride(), strict=True)]
-    return data.as_strided(size, data.stride(), data.storage_offset())
-
-
-def _is_freed(tensor: torch.Tensor) -> bool:
-    """Whether the storage was resized away, as sharded training does with parameters that aren't needed now."""
-    return tensor.layout is torch.strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0

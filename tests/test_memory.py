@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from small_models import SpeechModel, Step, batch_of
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lhotse_oomfit import memory as memory_module
+from lhotse_oomfit import allocator
 from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError
-from lhotse_oomfit.memory import Budget, CudaMemory, backend_for, live_tensors
+from lhotse_oomfit.memory import Budget, CudaMemory, MemoryBackend, backend_for, live_tensors
 from lhotse_oomfit.storages import StorageTracker
 
 MIB = 1024**2
 
 
-def cpu(limit: str | int = "64MiB", **kwargs: Any) -> memory_module.MemoryBackend:
+def cpu(limit: str | int = "64MiB", **kwargs: Any) -> MemoryBackend:
     return backend_for("cpu", memory_limit=limit, **kwargs)
 
 
@@ -508,7 +508,7 @@ def test_an_allocator_that_the_user_configured_is_left_alone(
     card: CudaMemory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
-    monkeypatch.setattr(memory_module, "_switch_on_expandable_segments", lambda: pytest.fail("switched"))
+    monkeypatch.setattr(allocator, "_switch_on_expandable_segments", lambda: pytest.fail("switched"))
     with caplog.at_level(logging.WARNING):
         assert card.prepare() == "default"
     assert "PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:512 is kept as it is" in caplog.text
@@ -530,16 +530,16 @@ def test_an_allocator_that_cant_be_switched_says_why_and_what_to_do(
     def refuse(settings: str) -> None:
         raise RuntimeError("not here\nstack")
 
-    monkeypatch.setattr(memory_module, "_SETTERS", ((SimpleNamespace(set=refuse), "set"),))
+    monkeypatch.setattr(allocator, "_SETTERS", ((SimpleNamespace(set=refuse), "set"),))
     assert card.prepare() == "default"
     assert "can't be switched on (not here)" in caplog.text
     assert "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before the program starts" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(memory_module, "_SETTERS", ((SimpleNamespace(set=lambda settings: None), "set"),))
+    monkeypatch.setattr(allocator, "_SETTERS", ((SimpleNamespace(set=lambda settings: None), "set"),))
     assert card.prepare() == "default"
     assert "(the allocator took the setting and ignored it)" in caplog.text
     caplog.clear()
-    monkeypatch.setattr(memory_module, "_SETTERS", ((SimpleNamespace(), "set"),))
+    monkeypatch.setattr(allocator, "_SETTERS", ((SimpleNamespace(), "set"),))
     assert card.prepare() == "default"
     assert "has no function for it" in caplog.text
 

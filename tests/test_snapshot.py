@@ -5,6 +5,7 @@ import random
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -451,6 +452,14 @@ def test_what_is_unchanged_is_not_written_to() -> None:
     with leave_no_trace(model):
         pass
     assert model.config == {"a": 1}
+
+
+def test_an_array_mapped_from_a_file_is_not_copied(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    model.table = np.memmap(tmp_path / "table", dtype=np.float32, mode="w+", shape=(4,))
+    with leave_no_trace(model):
+        model.table[0] = 1.0
+    assert model.table[0] == 1.0
 
 
 def test_tensors_of_every_layout_come_back() -> None:
