@@ -8,6 +8,7 @@ size. An example is a cut, or a tuple of cuts whose first one counts.
 
 from __future__ import annotations
 
+import logging
 import random
 from array import array
 from collections import deque
@@ -20,6 +21,8 @@ import numpy.typing as npt
 from lhotse_oomfit.readahead import Chunk
 
 __all__ = ["Buckets", "ConstraintBuckets", "FixedBuckets", "LimitBuckets"]
+
+logger = logging.getLogger(__name__)
 
 Batch = list[Any]
 BoolArray = npt.NDArray[np.bool_]
@@ -149,6 +152,7 @@ class LimitBuckets(Buckets):
         self.max_cuts = max_cuts
         make = deque if rng is None else list
         self._lengths: list[Any] = [make() for _ in range(num_buckets)]
+        self._warned = False
         self._longest = array("d", [0.0]) * num_buckets
         self.longest: FloatArray = np.frombuffer(self._longest, dtype=np.float64)
 
@@ -190,6 +194,14 @@ class LimitBuckets(Buckets):
             if (len(batch) + 1) * longest > self.max_duration:
                 break
         self._count[k] -= len(batch)
+        if longest > self.max_duration and len(batch) == 1 and not self._warned:
+            self._warned = True
+            logger.warning(
+                "a single cut, %.1f s long with its quadratic term, exceeds max_duration, %.1f s; it is a batch of its "
+                "own, and so are others like it",
+                longest,
+                self.max_duration,
+            )
         if lost_longest:
             # Looking through a bucket costs its size, and is due about once per (its size / batch size) batches.
             self._longest[k] = max(lengths, default=0.0)

@@ -208,6 +208,14 @@ def test_density_limits_hold_under_lhotses_limits_too() -> None:
     assert set(sampler.num_skipped) == {"too dense", "too sparse"}
 
 
+def test_a_cut_that_exceeds_the_limit_by_itself_is_a_batch_and_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    cuts = CutSet([make_cut(0, 20.0), make_cut(1, 25.0), make_cut(2, 3.0)])
+    with caplog.at_level(logging.WARNING):
+        batches = ids(CalibratedBucketingSampler(cuts, max_duration=10.0, duration_bins=[5.0]))
+    assert sorted(batches) == [["cut-00000"], ["cut-00001"], ["cut-00002"]]
+    assert caplog.text.count("exceeds max_duration, 10.0 s; it is a batch of its own") == 1
+
+
 # What is left out
 
 
