@@ -111,6 +111,7 @@ def measure_sizes(
     memory: MemoryBackend,
     budget_bytes: int,
     gradient_bytes: int,
+    headroom_bytes: int = 0,
     max_size: int,
     num_soak_steps: int = 0,
     on_trial: Callable[[Trial, MeasuredBucket], None] | None = None,
@@ -122,6 +123,7 @@ def measure_sizes(
     :param memory: what `runner` measures with.
     :param budget_bytes: the peak not to be exceeded, of reserved memory where the allocator reserves.
     :param gradient_bytes: what all gradients take.
+    :param headroom_bytes: how far a trial may exceed the budget without running out of memory.
     :param max_size: no size above this one.
     :param num_soak_steps: after the search, so many steps at full size in shuffled order under a hard cap at the
         budget, without emptying the allocator's cache in between, as training runs; offenders shrink.
@@ -143,6 +145,7 @@ def measure_sizes(
         budget_bytes=budget_bytes,
         resident_bytes=resident_bytes,
         gradient_bytes=gradient_bytes,
+        headroom_bytes=headroom_bytes,
         max_size=max_size,
     )
     book = _Book(search, len(shapes))
@@ -153,7 +156,7 @@ def measure_sizes(
             search.tell(probe, peak_bytes=None)
         else:
             # A retry means that the allocator had to throw its cache away: the card is full, whatever the peak says.
-            charged = budget_bytes + 1 if trial.usage.num_retries else trial.usage.reserved_bytes
+            charged = 2 * budget_bytes if trial.usage.num_retries else trial.usage.reserved_bytes
             search.tell(probe, peak_bytes=trial.usage.allocated_bytes, charged_bytes=charged)
         if on_trial is not None:
             on_trial(trial, book.bucket(probe.bucket, search.largest_fit(probe.bucket)))

@@ -333,6 +333,7 @@ class _Job:
                     memory=memory,
                     budget_bytes=self.budget_bytes,
                     gradient_bytes=gradient_bytes(training.module),
+                    headroom_bytes=memory.budget(1.0).bytes - self.budget_bytes,
                     max_size=options.max_batch_size or _MAX_SIZE,
                     num_soak_steps=num_soak_steps if memory.name == "cuda" else 0,
                     on_trial=on_trial,

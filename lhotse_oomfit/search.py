@@ -47,6 +47,9 @@ _MAX_GROWTH = 5
 """No probe is more than this many times larger, in total input length, than the largest batch that ran."""
 _UNCERTAINTY_START, _UNCERTAINTY_MIN, _UNCERTAINTY_MAX = 0.01, 0.003, 0.015
 """Relative error granted to a prediction: at first, at the least and at the most; in between, what was observed."""
+_INTERPOLATED = 0.03
+"""A step that ran, but exceeded the budget by at most this share, vouches for the slightly smaller size that its peak
+promises: within so little of a measured point the peak is affine to a fraction of a percent."""
 _FEW_BUCKETS = 10
 """Up to so many buckets the middle one isn't probed apart: correcting a prediction costs no more than preventing it."""
 _ANCHOR_WEIGHT = 0.2
@@ -95,13 +98,15 @@ class Search:
     """Finds the largest size of each bucket whose peak stays inside the budget.
 
     Sizes never grow with length: a bucket whose shape dominates another's never gets a larger size. No size is
-    returned that is larger than one that ran inside the budget.
+    returned that is larger than one that ran.
 
     :param shapes: the worst case of each bucket.
     :param budget_bytes: the peak that must not be exceeded.
     :param resident_bytes: what is allocated before a step begins; peaks include it.
     :param gradient_bytes: what the gradients of all parameters take. A tiny batch peaks at the end of the backward
         pass, when they all exist; its peak says little about the batch size.
+    :param headroom_bytes: what a step may exceed the budget by without failing. With room enough, predictions aim at
+        the budget itself and not below it.
     :param max_size: no size above this one.
     :param tolerance: a size is good enough if at most this share below what the measurements promise.
     :raises InvalidArgumentError: without buckets, or if nothing is left of the budget.
@@ -114,8 +119,9 @@ class Search:
         budget_bytes: int,
         resident_bytes: int,
         gradient_bytes: int = 0,
+        headroom_bytes: int = 0,
         max_size: int = 1 << 20,
-        tolerance: float = 0.015,
+        tolerance: float = 0.025,
     ) -> None:
         if not shapes:
             raise InvalidArgumentError("shapes must name at least one bucket, got none")
@@ -130,6 +136,7 @@ class Search:
         self.budget_bytes = budget_bytes
         self.resident_bytes = resident_bytes
         self.gradient_bytes = gradient_bytes
+        self._has_headroom = headroom_bytes > 2 * _INTERPOLATED * budget_bytes
         self.max_size = max_size
         self.tolerance = tolerance
         self.num_probes = 0
@@ -189,14 +196,17 @@ class Search:
             error = abs(self.predict_bytes(probe.bucket, probe.size) / peak_bytes - 1.0)
             if self._num_near_full:  # before, it says how far the anchors were off, not how far the model is now
                 self._error = max(self._error / 2, min(error, _UNCERTAINTY_MAX))
-        if charged_bytes > self.budget_bytes:
-            bucket.fails = min(bucket.fails, probe.size)
-        else:
-            bucket.fits = max(bucket.fits, probe.size)
         if charged_bytes > self.budget_bytes // 2:
             self._overhead = max(self._overhead, charged_bytes / peak_bytes)
         bucket.peaks[probe.size] = peak_bytes
         self._fit()
+        if charged_bytes <= self.budget_bytes:
+            bucket.fits = max(bucket.fits, probe.size)
+            return
+        bucket.fails = min(bucket.fails, probe.size)
+        if charged_bytes <= self.budget_bytes * (1.0 + _INTERPOLATED):
+            slope = max(peak_bytes - self.resident_bytes - self._constant_bytes, 1.0) / probe.size
+            bucket.fits = max(bucket.fits, min(math.floor(self._room(_UNCERTAINTY_MIN) / slope), probe.size - 1))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -327,7 +337,7 @@ class Search:
 
     def _uncertainty(self, k: int) -> float:
         """Relative error to grant to the prediction for bucket `k`."""
-        if self._own_slope(k) is not None:
+        if self._own_slope(k) is not None or (self._has_headroom and self._num_near_full):
             return _UNCERTAINTY_MIN
         return min(max(self._error, _UNCERTAINTY_MIN), _UNCERTAINTY_MAX)
 

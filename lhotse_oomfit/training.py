@@ -131,7 +131,7 @@ def unwrap_dataset(dataset: Any, sampler: Any) -> tuple[Any, Any]:
     :raises InvalidArgumentError: if the wrapper holds another sampler, or the dataset can't be indexed by cuts.
     """
     wrapped = None
-    if hasattr(dataset, "sampler") and hasattr(dataset, "dataset"):
+    if isinstance(dataset, torch.utils.data.IterableDataset) and hasattr(dataset, "sampler"):
         if dataset.sampler is not sampler:
             raise InvalidArgumentError(
                 "dataset wraps another sampler than the one to calibrate; pass the sampler that the "
