@@ -12,6 +12,7 @@ import argparse
 import logging
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def score(model: ConformerCTC, speech: recipe.Speech, device: torch.device) -> f
     return float(counts[0] / counts[1].clamp(min=1.0))
 
 
-def train(args: argparse.Namespace, *, rank: int, world_size: int, device: torch.device) -> None:
+def train(args: argparse.Namespace, checkpoint: Path, *, rank: int, world_size: int, device: torch.device) -> None:
     speech = recipe.load_speech(args)
     model = recipe.build_model(args, speech.tokenizer).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.peak_lr(args), betas=(0.9, 0.98), weight_decay=0.01)
@@ -75,7 +76,6 @@ def train(args: argparse.Namespace, *, rank: int, world_size: int, device: torch
     sampler = recipe.training_sampler(args, speech)
     dataset = SpeechDataset(speech.tokenizer)
 
-    checkpoint = args.output / "checkpoint.pt"
     step = 0
     if args.resume:
         state = torch.load(checkpoint, map_location=device, weights_only=False)
@@ -146,9 +146,7 @@ def out_of_time(deadline: float, device: torch.device) -> bool:
 def main() -> None:
     parser = recipe.parser(__doc__.splitlines()[0])
     args = parser.parse_args()
-    recipe.check_arguments(parser, args)
-    if args.resume and not (args.output / "checkpoint.pt").is_file():
-        parser.error(f"--resume needs a checkpoint, there is no {args.output / 'checkpoint.pt'}")
+    checkpoint = recipe.check_arguments(parser, args, checkpoint="checkpoint.pt")
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.WARNING, format="%(name)s: %(message)s")
     device = torch.device(args.device)
@@ -158,7 +156,7 @@ def main() -> None:
     if world_size > 1:
         dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     try:
-        train(args, rank=rank, world_size=world_size, device=device)
+        train(args, checkpoint, rank=rank, world_size=world_size, device=device)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -121,10 +121,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1, help="processes, one per card on CUDA")
     parser.add_argument("--strategy", default="auto", help="Lightning's, e.g. ddp")
     args = parser.parse_args()
-    recipe.check_arguments(parser, args)
-    checkpoint = args.output / "checkpoints" / "last.ckpt"
-    if args.resume and not checkpoint.is_file():
-        parser.error(f"--resume needs a checkpoint, there is no {checkpoint}")
+    checkpoint = recipe.check_arguments(parser, args, checkpoint="checkpoints/last.ckpt")
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     # Lightning 2.6 still asks torch 2.13 in the old way.

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import soundfile
 import torch
+from asr import recipe
 from asr.corpus import LETTERS, ChordCorpus
 from asr.dataset import SpeechDataset
 from asr.features import LogMel, SpecAugment
@@ -267,3 +273,103 @@ def test_spec_augment_masks_in_training_only() -> None:
 def test_greedy_decoding_merges_repeats_and_drops_blanks() -> None:
     frames = torch.nn.functional.one_hot(torch.tensor([[0, 1, 1, 0, 1, 2, 2, 2], [3, 0, 0, 1, 1, 1, 1, 1]]), 4).float()
     assert greedy_tokens(frames, torch.tensor([8, 3])) == [[1, 1, 2], [3]]
+
+
+# ---- the recipes from end to end
+
+SMALL = {
+    "--utterances": "40",
+    "--max-utterance-s": "1.5",
+    "--num-buckets": "3",
+    "--memory-limit": "64MiB",
+    "--buffer-size": "200",
+    "--device": "cpu",
+}
+
+
+def run_example(output: Path, script: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
+    """Runs a recipe on a corpus of 40 short utterances; what it printed, or a failure that shows it."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path]),
+    }
+    environment.pop("OOMFIT_RECALIBRATE", None)
+    command = [
+        *(sys.executable, *launcher, str(EXAMPLES / script), *itertools.chain(*SMALL.items())),
+        *("--output", str(output), "--cache", str(output / "profiles"), *arguments),
+    ]
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that a hanging run goes with all its ranks and workers
+    )
+    try:
+        printed, _ = process.communicate(timeout=150)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        printed, _ = process.communicate()
+        pytest.fail(f"{' '.join(command)} hung:\n{printed}")
+    assert process.returncode == 0, printed
+    return printed
+
+
+def test_the_lightning_recipe_calibrates_then_loads_its_profile_and_resumes(tmp_path: Path) -> None:
+    first = run_example(tmp_path, "train_asr.py", "--max-steps", "2")
+    (profile,) = (tmp_path / "profiles").glob("*.yaml")
+    assert "calibrated 3 buckets" in first
+    assert f"profile kept at {profile}" in first
+    assert "CER on 4 held-out utterances after 2 steps" in first
+
+    resumed = run_example(tmp_path, "train_asr.py", "--max-steps", "3", "--resume")
+    assert "batch sizes of 3 buckets loaded from" in resumed
+    assert "0 trial steps" in resumed
+    assert "calibrated" not in resumed
+    assert "CER on 4 held-out utterances after 3 steps" in resumed
+
+
+def test_the_lightning_recipe_takes_2d_bins_and_an_iterable_loader_with_workers(tmp_path: Path) -> None:
+    printed = run_example(
+        tmp_path, "train_asr.py", *["--bins", "2d", "--loader", "iterable", "--num-workers", "1", "--max-steps", "2"]
+    )
+    assert "calibrated 6 buckets" in printed
+    assert "CER on 4 held-out utterances after 2 steps" in printed
+
+
+def test_the_plain_recipe_trains_on_two_ranks_and_resumes(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    first = run_example(tmp_path, "plain_pytorch.py", "--max-steps", "2", launcher=torchrun)
+    assert first.count("calibrated 3 buckets") == 1
+    assert "step 2: CER on 4 held-out utterances" in first
+
+    resumed = run_example(tmp_path, "plain_pytorch.py", "--max-steps", "3", "--resume", launcher=torchrun)
+    assert "0 trial steps" in resumed
+    assert "step 3: CER on 4 held-out utterances" in resumed
+    assert "step 2:" not in resumed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--manifest", "a", "--cuts", "b"], "--manifest and --cuts must not be given both"),
+        (["--valid-cuts", "b"], "need --manifest or --cuts to train on"),
+        (["--max-steps", "0"], "--max-steps must be at least 1, it is 0"),
+        (["--resume", "--output", "nowhere"], "--resume needs a checkpoint, there is no nowhere/last.pt; leave it out"),
+    ],
+)
+def test_arguments_that_contradict_each_other_end_the_program(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parser = recipe.parser("")
+    with pytest.raises(SystemExit):
+        recipe.check_arguments(parser, parser.parse_args(arguments), checkpoint="last.pt")
+    assert message in capsys.readouterr().err
+
+
+def test_the_learning_rate_warms_up_and_falls_to_nothing() -> None:
+    factors = [recipe.lr_factor(step, max_steps=60) for step in range(61)]
+    assert factors[:10] == [pytest.approx((step + 1) / 10) for step in range(10)]
+    assert factors[9] == max(factors) == 1.0
+    assert factors[-1] == pytest.approx(0.0)

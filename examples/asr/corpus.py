@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -60,13 +61,16 @@ class ChordCorpus:
             return manifest
         partial = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
         partial.mkdir(parents=True)
-        with (partial / "manifest.jsonl").open("w", encoding="utf-8") as sink:
-            for index in range(self.num_utterances):
-                text, audio = self.utterance(index)
-                name = f"chord-{index:06d}.wav"
-                soundfile.write(partial / name, audio, self.sampling_rate, subtype="PCM_16")
-                line = {"audio_filepath": name, "duration": len(audio) / self.sampling_rate, "text": text}
-                sink.write(json.dumps(line) + "\n")
+
+        def write_utterance(index: int) -> str:
+            text, audio = self.utterance(index)
+            name = f"chord-{index:06d}.wav"
+            soundfile.write(partial / name, audio, self.sampling_rate, subtype="PCM_16")
+            return json.dumps({"audio_filepath": name, "duration": len(audio) / self.sampling_rate, "text": text})
+
+        with ThreadPoolExecutor() as pool:  # numpy and soundfile leave the interpreter to others while they work
+            lines = pool.map(write_utterance, range(self.num_utterances))
+            (partial / "manifest.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         (partial / "corpus.json").write_text(json.dumps(asdict(self)))
         if folder.exists():
             if not card.is_file():

@@ -63,8 +63,12 @@ def parser(description: str) -> argparse.ArgumentParser:
     return result
 
 
-def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Fills in what depends on other arguments, and ends the program where they contradict each other."""
+def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace, *, checkpoint: str) -> Path:
+    """Fills in what depends on other arguments, and ends the program where they contradict each other.
+
+    :param checkpoint: the checkpoint's name in ``--output``.
+    :return: its path; it exists if ``--resume`` was asked for.
+    """
     if args.manifest and args.cuts:
         parser.error("--manifest and --cuts must not be given both, name one")
     if args.valid_manifest and args.valid_cuts:
@@ -79,6 +83,10 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         args.memory_limit = CPU_MEMORY_LIMIT
     if args.valid_every is None:
         args.valid_every = max(1, args.max_steps // 4)
+    path = args.output / checkpoint
+    if args.resume and not path.is_file():
+        parser.error(f"--resume needs a checkpoint, there is no {path}; leave it out to start from the beginning")
+    return path
 
 
 @dataclass(frozen=True, kw_only=True)
