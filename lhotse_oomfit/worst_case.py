@@ -113,10 +113,10 @@ class WorstCaseBatches:
             self._prepare()
             if self._reason is None:
                 try:
-                    return tiling.tile(self._structure(edges), size)
+                    return tiling.tile(self._structure(edges), int(size))
                 except tiling.RefusedError as refusal:
                     self._refuse(str(refusal))
-            return self._collated(edges, size)
+            return self._collated(edges, int(size))
 
     def reached(self, *, input_len: float, output_len: int | None) -> tuple[float, int | None]:
         """Return the length and number of tokens, by the user's measures, of the example made for these edges."""
@@ -189,14 +189,8 @@ class WorstCaseBatches:
         """Say where a batch of real cuts is larger than a worst-case batch that should dominate it."""
         for every_kind in (False, True) if len(self._examples.kinds) > 1 else (False,):
             real = self._examples.real(_NUM_REAL, within=within, every_kind=every_kind)
-            if not real:
-                continue
-            try:
-                batch = self._call(real, 5, f"{len(real)} real cuts")
-            except WorstCaseError as error:
-                if not every_kind:
-                    raise
-                logger.debug("the dataset can't collate cuts of all kinds together: %s", error)
+            batch = self._real_batch(real)
+            if batch is None:
                 continue
             edges = self._examples.edges_of(real) if within is None else within
             shape = shape_of(batch, strings=False)  # the characters of a text are no measure of its tokens
@@ -227,8 +221,8 @@ class WorstCaseBatches:
             if difference is not None:
                 raise tiling.RefusedError(f"at {size} examples, {difference}")
         distinct = self._examples.real(_NUM_REAL)
-        real = self._call(distinct, 4, f"{len(distinct)} real cuts")
-        difference = same_structure(tiling.tile(structure, len(distinct)), real)
+        real = self._real_batch(distinct)
+        difference = None if real is None else same_structure(tiling.tile(structure, len(distinct)), real)
         if difference is not None:
             raise tiling.RefusedError(f"with {len(distinct)} distinct cuts, {difference}")
         self._signature = tiling.signature(structure)
@@ -334,6 +328,16 @@ class WorstCaseBatches:
         return batch
 
     # ---- calls into the user's dataset
+
+    def _real_batch(self, cuts: Sequence[Cut]) -> Any:
+        """Collate real cuts as they are; None if there are none, or the dataset can't, which is told."""
+        if not cuts:
+            return None
+        try:
+            return self._call(list(cuts), 5, f"{len(cuts)} real cuts")
+        except WorstCaseError as error:
+            self._warn_once(f"worst-case batches can't be compared with real ones: {error}")
+            return None
 
     def _draw(self, edges: Edges, size: int, draw: int = 0) -> Any:
         """Collate ``size`` copies of the example for real, with the random numbers of one draw."""

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_sequence
 from lhotse_oomfit.batch_shape import compare, shape_of
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError, WorstCaseError
 from lhotse_oomfit.memory import CpuMemory
-from lhotse_oomfit.stretch import clone
+from lhotse_oomfit.stretch import clone, num_samples_at
 from lhotse_oomfit.template import Examples
 from lhotse_oomfit.worst_case import WorstCaseBatches, stretch_cut
 
@@ -261,7 +261,7 @@ def test_every_example_is_at_the_edges_whatever_they_are(
     input_len: float, output_len: int, size: int, audio_batches: WorstCaseBatches
 ) -> None:
     batch = audio_batches.batch(input_len=input_len, output_len=output_len, size=size)
-    assert batch["audio"].shape == (size, int(round(input_len * 16000, 6)))
+    assert batch["audio"].shape == (size, num_samples_at(input_len, 16000))
     assert batch["tokens"].shape == (size, output_len)
     length, tokens = audio_batches.reached(input_len=input_len, output_len=output_len)
     assert input_len - 1 / 16000 < length <= input_len
@@ -736,3 +736,25 @@ def test_a_cut_can_be_stretched_by_itself(audio_cuts: list[Any]) -> None:
     assert (cut.duration, cut.num_samples, num_characters(cut)) == (5.5, 88000, 70)
     assert cut.id == "cut-2-worst3"
     assert cut.load_audio().shape == (1, 88000)
+
+
+def test_real_cuts_that_cannot_be_collated_together_are_told_of(
+    audio_cuts: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def equal_lengths_only(cuts: CutSet) -> Any:
+        return {"audio": torch.stack([torch.from_numpy(cut.load_audio()[0]) for cut in cuts])}
+
+    with caplog.at_level(logging.WARNING):
+        batches = worst(equal_lengths_only, audio_cuts)
+        assert batches.how == "tiled"
+    assert "worst-case batches can't be compared with real ones: the dataset must collate" in caplog.text
+
+
+def test_long_cuts_that_become_several_rows_are_tiled(audio_cuts: list[Any]) -> None:
+    def windows(cuts: CutSet) -> Any:
+        rows = [row for cut in cuts for row in torch.from_numpy(cut.load_audio()[0]).split(16000) if len(row) == 16000]
+        return {"audio": torch.stack(rows), "lens": torch.tensor([cut.num_samples for cut in cuts])}
+
+    batches = worst(windows, audio_cuts)
+    assert batches.batch(input_len=6.5, output_len=90, size=np.int64(7))["audio"].shape == (42, 16000)
+    assert batches.how == "tiled"
