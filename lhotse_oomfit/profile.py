@@ -34,6 +34,7 @@ from lhotse_oomfit.strict_yaml import Node, StrictReader, kind_of
 
 __all__ = [
     "FORMAT_VERSION",
+    "HEADER",
     "BucketProfile",
     "Profile",
     "format_bytes",
@@ -43,6 +44,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+HEADER = "# Batch sizes measured by lhotse-oomfit. The top is a train_ds fragment; oomfit: says how it was found."
 MAX_SIZE = 2**31 - 1  # a batch dimension beyond this is no batch
 _MAX_INT = 2**63 - 1
 _AGAIN = "measure again with recalibrate='always' or delete the file"
@@ -205,9 +207,7 @@ class Profile:
         """The profile as YAML: ``parse(profile.encode()) == profile``."""
         document = self.as_dict()
         section = document.pop("oomfit")
-        lines = [
-            "# Batch sizes measured by lhotse-oomfit. The top is a train_ds fragment; oomfit: says how it was found."
-        ]
+        lines = [HEADER]
         lines += [f"{key}: {_flow(value)}" for key, value in document.items()]
         lines.append("oomfit:")
         for key, value in section.items():

@@ -8,6 +8,7 @@ the rename alone keeps every file whole, a lock that can't be had is warned abou
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import logging
 import os
@@ -22,7 +23,7 @@ import platformdirs
 
 from lhotse_oomfit.errors import InvalidArgumentError, ProfileError
 from lhotse_oomfit.fingerprint import Fingerprint
-from lhotse_oomfit.profile import Profile, parse
+from lhotse_oomfit.profile import HEADER, Profile, parse
 from lhotse_oomfit.strict_yaml import MAX_CHARS
 
 __all__ = ["Entry", "Lookup", "ProfileStore", "cache_dir", "read_profile"]
@@ -106,8 +107,8 @@ class ProfileStore:
     def save(self, profile: Profile) -> Path | None:
         """Write a profile in place of the old one.
 
-        :return: its path; None if nothing is stored, or if it couldn't be written (a full or read-only disk), which is
-            logged as a warning: the job goes on and measures again next time.
+        :return: its path; None if nothing is stored, or if it couldn't be written (a full or read-only disk, a file
+            there that is no profile), which is logged as a warning: the job goes on and measures again next time.
         """
         path = self.path(profile.fingerprint)
         if path is None:
@@ -115,6 +116,12 @@ class ProfileStore:
         try:
             path = Path(os.path.realpath(path))  # write through a symbolic link instead of replacing it
             path.parent.mkdir(parents=True, exist_ok=True)
+            if _is_foreign(path):
+                logger.warning(
+                    "%s holds something else than a profile; it's left as it is and the profile isn't kept: "
+                    "name another file, or delete it", path,
+                )  # fmt: skip
+                return None
             with _lock(path):
                 _sweep(path)
                 _replace(path, profile.encode().encode("utf-8"))
@@ -146,7 +153,7 @@ class ProfileStore:
         removed = self._files()
         for path in removed:
             path.unlink(missing_ok=True)
-            for left in path.parent.glob(f".{path.name}.*.tmp"):
+            for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
                 left.unlink(missing_ok=True)
         return removed
 
@@ -266,8 +273,20 @@ def _replace(path: Path, data: bytes) -> None:
             os.close(directory)
 
 
+def _is_foreign(path: Path) -> bool:
+    """Whether a text is there that was never a profile, not even a damaged one: some configuration, say."""
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_CHARS).decode("utf-8")
+    except (FileNotFoundError, UnicodeDecodeError):
+        return False
+    named = any(mark in text for mark in ("oomfit", "bucket_")) or HEADER.startswith(text[: len(HEADER)])
+    damaged = named or any(ch < " " and ch not in "\t\r\n" for ch in text)
+    return not damaged and bool(text.strip())
+
+
 def _sweep(path: Path) -> None:
-    for left in path.parent.glob(f".{path.name}.*.tmp"):
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _STALE_S:
                 left.unlink()

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -219,6 +220,7 @@ def test_plot_writes_a_picture(tmp_path: Path, cache: ProfileStore, kind: str, s
     if kind == "svg":
         assert b"batch size" in data
         assert "≤40".encode() in data
+        ElementTree.fromstring(data)
     if kind == "html":
         assert data.count(b"<svg") == 2
         assert b"prefers-color-scheme: dark" in data
@@ -243,6 +245,9 @@ def test_plot_refuses_what_it_cannot_write(tmp_path: Path, cache: ProfileStore) 
     run = oomfit("plot", path, "-o", tmp_path / "plot.gif")
     assert run.returncode == 2
     assert "--output must end in .svg, .png or .html" in run.stderr
+    run = oomfit("plot", path, "-o", tmp_path / "plot.png", "--style", "auto")
+    assert run.returncode == 2
+    assert "--style auto needs an .html output" in run.stderr
     assert "No such file or directory" in one_error(oomfit("plot", path, "-o", tmp_path / "none" / "a.svg"), 5)
 
 

@@ -320,6 +320,28 @@ def test_a_symbolic_link_is_written_through(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "real.yaml") == make_profile()
 
 
+@pytest.mark.parametrize(
+    ("data", "kept"),
+    [
+        pytest.param(b"trainer:\n  max_steps: 5\n", True, id="configuration"),
+        pytest.param(b"\x00\x01", False, id="control characters"),
+        pytest.param(b"\x89PNG", False, id="binary"),
+        pytest.param(b"", False, id="empty"),
+        pytest.param(b"# Batch si", False, id="cut off"),
+        pytest.param(b"bucket_duration_b", False, id="cut off without its comment"),
+        pytest.param(b"\0" * 99, False, id="zeros"),
+    ],
+)
+def test_only_a_file_that_was_never_a_profile_is_left_as_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes, kept: bool
+) -> None:
+    path = tmp_path / "train[1].yaml"
+    path.write_bytes(data)
+    assert (ProfileStore(path).save(make_profile()) is None) == kept
+    assert (path.read_bytes() == data) == kept
+    assert ("holds something else than a profile; it's left as it is" in caplog.text) == kept
+
+
 def test_entries_come_latest_first_and_broken_ones_last(tmp_path: Path) -> None:
     store = ProfileStore(tmp_path)
     early = make_profile(fields={"device": "A"}, created="2026-01-01T00:00:00Z")
