@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 from lhotse_oomfit.digest import short_sha
@@ -36,13 +36,14 @@ def moved_attributes(cls: type) -> tuple[frozenset[str], frozenset[str]]:
     own: set[str] = set()
     others: set[str] = set()
     while waiting:
-        function = inspect.unwrap(getattr(cls, waiting.pop()))
-        package = (getattr(function, "__module__", None) or "torch").split(".")[0]
-        codes = [] if package in _FRAMEWORKS or not inspect.isfunction(function) else [function.__code__]
+        function = _function(cls, waiting.pop())
+        codes = (
+            [] if function is None or (function.__module__ or "").split(".")[0] in _FRAMEWORKS else [function.__code__]
+        )
         while codes:
             code = codes.pop()
             codes += [constant for constant in code.co_consts if inspect.iscode(constant)]
-            called = [n for n in code.co_names if n not in seen and callable(getattr(cls, n, None))]
+            called = [n for n in code.co_names if n not in seen and _function(cls, n) is not None]
             seen.update(called)
             waiting += called
             steps = list(dis.get_instructions(code))
@@ -73,13 +74,18 @@ def is_own(cls: type) -> bool:
 
 def code_digest(cls: type) -> str:
     """A digest of what ``forward`` and ``training_step`` do: bytecode, names, constants; no comments, no positions."""
-    parts = []
-    for name in ("forward", "training_step"):
-        function = inspect.unwrap(getattr(cls, name, None) or code_digest)
-        code = getattr(function, "__code__", None)
-        if code is not None and function is not code_digest:
-            parts.append(_code(code))
-    return short_sha(parts)
+    functions = [_function(cls, name) for name in ("forward", "training_step")]
+    return short_sha([_code(function.__code__) for function in functions if function is not None])
+
+
+def _function(cls: type, name: str) -> FunctionType | None:
+    """A method as the plain function below its decorators, looked up without running any descriptor."""
+    for base in cls.__mro__:
+        if name in vars(base):
+            found = vars(base)[name]
+            found = inspect.unwrap(getattr(found, "__func__", found))
+            return found if inspect.isfunction(found) else None
+    return None
 
 
 def _code(code: CodeType) -> list[Any]:

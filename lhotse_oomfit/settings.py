@@ -18,6 +18,7 @@ from lhotse_oomfit.digest import clip, short_sha, strip_addresses
 __all__ = ["MAX_ITEMS", "as_text", "attributes", "configurations", "counts", "flatten", "words"]
 
 MAX_ITEMS = 16  # elements of a sequence that are written out
+_MAX_SETTING_ITEMS = 256
 _IGNORED_NAMES = {
     "training", "dump_patches", "call_super_init", "T_destination", "max_audio_length", "num_batches_tracked",
     "prepare_data_per_node", "allow_zero_length_dataloader_with_multiple_devices", "batch_size", "num_workers",
@@ -57,12 +58,15 @@ def counts(name: str, value: Any, *, from_init: bool) -> bool:
     return not ignored and (from_init or not parts & _COUNTER_WORDS)
 
 
-def attributes(module: Any, moved: frozenset[str] = frozenset()) -> Iterator[tuple[str, str]]:
+def attributes(
+    module: Any, moved: frozenset[str] = frozenset(), *, only_given_numbers: bool = False
+) -> Iterator[tuple[str, str]]:
     """The plain attributes of an object that count, as text.
 
     What its own code assigns while it runs is no setting (see :func:`moved_attributes`), nor are the names in `moved`.
     Floats, None, empty containers and private names count only if the constructor takes an argument of that name,
-    since others are likely to fill up or to move while training runs.
+    since others are likely to fill up or to move while training runs. With `only_given_numbers` the same goes for whole
+    numbers: in a dataset, others are likely to count examples. Long sequences are data, not settings.
     """
     taken = init_names(type(module))
     moved = moved | moved_attributes(type(module))[0]
@@ -71,6 +75,10 @@ def attributes(module: Any, moved: frozenset[str] = frozenset()) -> Iterator[tup
         given = bare in taken
         private = name != bare and (not given or bool(words(bare) & _COUNTER_WORDS))
         if private or name in moved or not counts(bare, value, from_init=given):
+            continue
+        if isinstance(value, (list, tuple, set, frozenset)) and len(value) > _MAX_SETTING_ITEMS:
+            continue
+        if only_given_numbers and not given and _is_numeric(value):
             continue
         text = as_text(value)
         fills = value is None or isinstance(value, float) or (isinstance(value, (list, dict, set)) and not value)
@@ -161,6 +169,10 @@ def _as_mapping(value: Any) -> Mapping[Any, Any] | None:
     if dataclasses.is_dataclass(value):
         return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     return dict(vars(value)) if type(value).__name__ in {"Namespace", "SimpleNamespace"} else None
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, (numbers.Number, list)) and not isinstance(value, bool)
 
 
 def _is_path(text: str) -> bool:

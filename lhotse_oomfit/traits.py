@@ -173,7 +173,7 @@ def _describe(value: Any, name: str, found: dict[str, str], *, depth: int, seen:
     if id(value) in seen or not hasattr(value, "__dict__"):
         return
     seen.add(id(value))
-    for key, text in attributes(value):
+    for key, text in attributes(value, only_given_numbers=True):
         found[f"{name}{key}"] = text
     for key, held in sorted(vars(value).items()):
         if not counts(key.lstrip("_"), held, from_init=True) or words(key) & _DATA_WORDS:

@@ -264,6 +264,15 @@ def test_the_code_of_forward_counts_and_its_comments_do_not() -> None:
     assert line.startswith("model.code: ")
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TorchScript is on its way out
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_scripted_module_has_a_fingerprint() -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    fields = model_fields(nn.ModuleList([scripted]))
+    assert "in 4 tensors" in fields["model.parameters"]
+    assert fields == model_fields(nn.ModuleList([scripted]))
+
+
 def test_a_lazy_module_has_a_fingerprint_before_its_first_batch() -> None:
     assert "in 2 tensors" in model_fields(nn.LazyLinear(4))["model.parameters"]
 
@@ -443,6 +452,9 @@ def test_the_data_that_a_dataset_holds_stays_out() -> None:
     dataset = a_dataset()
     dataset.cuts = cut_module.CutSet.from_cuts([lhotse.dummy_cut(0)])  # type: ignore[attr-defined]
     dataset.mixer = types.SimpleNamespace(noise=cut_module.CutSet.from_cuts([lhotse.dummy_cut(1)]))  # type: ignore[attr-defined]
+    dataset.num_examples = 9  # type: ignore[attr-defined]
+    dataset.durations = [1, 2, 3]  # type: ignore[attr-defined]
+    dataset.ids = tuple(map(str, range(1000)))  # type: ignore[attr-defined]
     dataset.generator = random_module.Random(3)  # type: ignore[attr-defined]
     assert dataset_fields(dataset) == dataset_fields(a_dataset())
 
