@@ -21,16 +21,16 @@ import json
 import math
 import numbers
 import operator
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from typing import Any
 
+from lhotse_oomfit.amounts import format_bytes, parse_bytes
 from lhotse_oomfit.bins import Bins
 from lhotse_oomfit.errors import InvalidArgumentError, InvalidBinsError, ProfileError
 from lhotse_oomfit.fingerprint import Fingerprint, one_line
-from lhotse_oomfit.strict_yaml import Node, StrictReader, kind_of
+from lhotse_oomfit.strict_yaml import Node, StrictReader, flow, kind_of
 
 __all__ = [
     "FORMAT_VERSION",
@@ -208,17 +208,17 @@ class Profile:
         document = self.as_dict()
         section = document.pop("oomfit")
         lines = [HEADER]
-        lines += [f"{key}: {_flow(value)}" for key, value in document.items()]
+        lines += [f"{key}: {flow(value)}" for key, value in document.items()]
         lines.append("oomfit:")
         for key, value in section.items():
             if key == "buckets":
                 lines.append("  buckets:")
-                lines += [f"    - {_flow(row)}" for row in value]
+                lines += [f"    - {flow(row)}" for row in value]
             elif isinstance(value, dict) and value:
                 lines.append(f"  {key}:")
-                lines += [f"    {_flow(name)}: {_flow(item)}" for name, item in value.items()]
+                lines += [f"    {flow(name)}: {flow(item)}" for name, item in value.items()]
             else:
-                lines.append(f"  {key}: {_flow(value)}")
+                lines.append(f"  {key}: {flow(value)}")
         return "\n".join(lines) + "\n"
 
 
@@ -246,38 +246,6 @@ def parse(text: str, *, path: str = "<string>") -> Profile:
 def utc_now() -> str:
     """The time now, as :attr:`Profile.created` holds it."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-_BINARY = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-
-
-def format_bytes(num_bytes: float) -> str:
-    """Bytes in binary units with three digits: ``600 MiB``, ``1.50 GiB``."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if abs(num_bytes) >= scale:
-            value = num_bytes / scale
-            return f"{value:.{2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0}f} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def parse_bytes(amount: str | int) -> int:
-    """Read an amount of memory: ``"600MiB"``, ``"1.5 GiB"``, ``"2GB"`` (decimal), or a number of bytes.
-
-    :raises InvalidArgumentError: anything else, or less than one byte.
-    """
-    number: float = -1
-    if isinstance(amount, int) and not isinstance(amount, bool):
-        number = amount
-    elif isinstance(amount, str):
-        match = re.fullmatch(r"\s*(\d{1,20}(?:\.\d{1,20})?)\s*([kmgt]?)(i?)b?\s*", amount.lower())
-        if match and not (match[3] and not match[2]):
-            number = float(match[1]) * (_BINARY if match[3] else _DECIMAL)[match[2]]
-    if not 1 <= number <= _MAX_INT:
-        raise InvalidArgumentError(
-            f'an amount of memory must be bytes or a string like "600MiB" or "2GB", is {amount!r}; write it that way'
-        )
-    return int(number)
 
 
 class _Parser(StrictReader):
@@ -427,17 +395,3 @@ def _checksum(document: Mapping[str, Any]) -> str:
     section = {key: value for key, value in document["oomfit"].items() if key != "checksum"}
     text = json.dumps({**document, "oomfit": section}, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _flow(value: Any) -> str:
-    """A value on one line of YAML. Strings are double-quoted: the escapes of JSON are a part of YAML's."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_flow(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ", ".join(map(_flow, value)) + "]"
-    if isinstance(value, float):
-        text = repr(value)
-        return text.replace("e", ".0e") if "e" in text and "." not in text else text
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    return json.dumps(value)

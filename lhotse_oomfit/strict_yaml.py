@@ -1,4 +1,4 @@
-"""A strict reader for small YAML files: plain data with line numbers, and nothing that expands or executes.
+"""A strict reader and a writer for small YAML files: plain data with line numbers, nothing that expands or executes.
 
 The tree is built from parser events, so that the first forbidden thing ends the reading: tags, anchors and aliases,
 repeated keys, several documents, deep nesting, numbers that aren't finite or don't fit 64 bits.
@@ -6,16 +6,17 @@ repeated keys, several documents, deep nesting, numbers that aren't finite or do
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import yaml
 
 from lhotse_oomfit.errors import ProfileError
 
-__all__ = ["MAX_CHARS", "Node", "StrictReader", "kind_of"]
+__all__ = ["MAX_CHARS", "Node", "StrictReader", "flow", "kind_of"]
 
 MAX_CHARS = 1_000_000  # a profile with 150 buckets and 300 settings takes 60 kB
 _MAX_INT = 2**63 - 1
@@ -189,3 +190,17 @@ def kind_of(value: Any) -> str:
     if isinstance(value, (dict, list)):
         return _WORDS[type(value)]
     return "null" if value is None else repr(value)[:60]
+
+
+def flow(value: Any) -> str:
+    """A value on one line of YAML. Strings are double-quoted: the escapes of JSON are a part of YAML's."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {flow(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(map(flow, value)) + "]"
+    if isinstance(value, float):
+        text = repr(value)
+        return text.replace("e", ".0e") if "e" in text and "." not in text else text
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value)
