@@ -94,6 +94,8 @@ class StrictReader:
             self.fail("must be a YAML mapping, the file is empty")
         try:
             root = self.grow(self.events(text))
+        except ProfileError:
+            raise
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             self.fail(f"isn't YAML: {error.problem or error.context}", mark.line + 1 if mark else None)
