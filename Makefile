@@ -17,8 +17,9 @@ help:
 	@echo "make test-lightning24  run the Lightning tests with Lightning 2.4 and omegaconf 2.3"
 	@echo "make clean             remove what these targets made"
 
+# Waiting threads that spin slow a busy machine down, so they sleep.
 demo: $(VENV)/.demo
-	@$(BIN)/python examples/train_asr.py --output demo_output --cache demo_output/profiles $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python examples/train_asr.py --output demo_output --cache demo_output/profiles $(ARGS)
 
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(ARGS)

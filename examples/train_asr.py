@@ -110,8 +110,8 @@ class ProgressLines(pl.Callback):
     """A line at each validation, where no terminal shows a progress bar."""
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Recogniser) -> None:
-        loss = trainer.callback_metrics.get("loss", torch.tensor(float("nan")))
-        if trainer.is_global_zero:
+        loss = trainer.callback_metrics.get("loss")
+        if trainer.is_global_zero and loss is not None:
             print(f"step {trainer.global_step}: loss {loss.item():.3f}, CER {pl_module.cer:.1%}", flush=True)
 
 

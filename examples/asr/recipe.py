@@ -53,7 +53,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     add = result.add_argument_group("model and training").add_argument
     add("--model", choices=list(SIZES), default="tiny", help="size of the Conformer")
     add("--lr", type=float, help="peak learning rate (else 0.045 over the root of the model's width)")
-    add("--max-steps", type=int, default=100, help="optimizer steps")
+    add("--max-steps", type=int, default=80, help="optimizer steps")
     add("--max-minutes", type=float, help="stop after so many minutes of training, too")
     add("--valid-every", type=int, help="steps between validations (else a quarter of them all)")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="where to train")
