@@ -119,7 +119,7 @@ def list_(store: ProfileStore, as_json: bool) -> None:
     from lhotse_oomfit.report import entries_table
 
     click.echo(f"profiles in {store.directory}")
-    _echo(entries_table([(entry.path.stem, entry.profile, entry.error) for entry in entries], width=_width()))
+    _echo(entries_table([(entry.path.stem, entry.profile, _short(entry)) for entry in entries], width=_width()))
 
 
 @main.command(epilog=_EPILOG)
@@ -128,7 +128,10 @@ def list_(store: ProfileStore, as_json: bool) -> None:
 @_json
 @click.pass_obj
 def diff(store: ProfileStore, a: str, b: str, as_json: bool) -> None:
-    """Compare two profiles: sizes bucket by bucket, and what they were measured for, side by side."""
+    """Compare two profiles side by side.
+
+    Sizes bucket by bucket, and what the profiles were measured for where that differs.
+    """
     (path_a, left), (path_b, right) = _find(store, a), _find(store, b)
     from lhotse_oomfit.report import diff_fields, diff_sizes, diff_tables
 
@@ -187,7 +190,10 @@ def export(store: ProfileStore, profile: str, style: str, prefix: str | None, as
 @_json
 @click.pass_obj
 def clear(store: ProfileStore, profile: str | None, yes: bool, as_json: bool) -> None:
-    """Delete PROFILE, or every profile in the cache, so that the next run measures again."""
+    """Delete PROFILE, or every profile in the cache.
+
+    The next run then measures again.
+    """
     if as_json and not yes:
         raise click.UsageError("--json can't ask before it deletes; pass --yes too")
     if profile is not None:
@@ -219,7 +225,10 @@ def clear(store: ProfileStore, profile: str | None, yes: bool, as_json: bool) ->
 @_json
 @click.pass_obj
 def plot(store: ProfileStore, profile: str, output: Path, style: str | None, as_json: bool) -> None:
-    """Plot sizes, peaks against the budget and throughput per bucket (needs the extra "plot")."""
+    """Plot a profile (needs the extra "plot").
+
+    Sizes, peaks against the budget, and throughput, bucket by bucket; 2D buckets as a grid.
+    """
     kind = output.suffix.lower().lstrip(".")
     if kind not in {"svg", "png", "html"}:
         raise click.UsageError(f"--output must end in .svg, .png or .html, is {output}; rename it")
@@ -271,6 +280,13 @@ def _entry(entry: Entry) -> dict[str, Any]:
         found.update(created=entry.profile.created, fingerprint=dict(entry.profile.fingerprint.fields))
         found.update(entry.profile.train_ds())
     return found
+
+
+def _short(entry: Entry) -> str | None:
+    """The error of an entry without its path, which the table shows, and without what to do about it."""
+    if entry.error is None:
+        return None
+    return entry.error.removeprefix(f"profile {entry.path}").lstrip(",: ").split(";")[0]
 
 
 def _width() -> int:
