@@ -126,6 +126,8 @@ def main() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     # Lightning 2.6 still asks torch 2.13 in the old way.
     warnings.filterwarnings("ignore", message=r".*isinstance\(treespec, LeafSpec\)")
+    # A new run takes the place of the last one's checkpoint.
+    warnings.filterwarnings("ignore", message="Checkpoint directory .* exists and is not empty")
 
     speech = recipe.load_speech(args)
     model = recipe.build_model(args, speech.tokenizer)
