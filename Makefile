@@ -32,7 +32,7 @@ lint: $(VENV)/.dev
 
 test-lightning24: $(OVERLAY)/.installed
 	@PYTHONPATH=$(OVERLAY) $(BIN)/python -c "import lightning; assert lightning.__version__ == '2.4.0', lightning.__file__"
-	@PYTHONPATH=$(OVERLAY) $(BIN)/python -m pytest tests/test_lightning*.py $(ARGS)
+	@PYTHONPATH=$(OVERLAY) $(BIN)/python -m pytest tests/test_lightning*.py tests/test_examples.py -k lightning $(ARGS)
 
 clean:
 	rm -rf $(VENV) demo_output build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -156,6 +156,7 @@ def training_sampler(args: argparse.Namespace, speech: Speech) -> CalibratedBuck
         tokenizer=speech.tokenizer,
         shuffle=True,
         buffer_size=args.buffer_size,
+        on_resume="new_epoch",  # where the old order can't go on, with other bins or ranks, a new one will do
         **split,
     )
 
