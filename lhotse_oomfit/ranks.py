@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ _POLL_S = 0.1
 _HEARTBEAT_S = 10.0
 _LOG_EVERY_S = 60.0
 _FAREWELL_S = 10.0
-"""How long a rank that failed stays, so that the others can read why before the store's server goes with it."""
+"""How long rank 0 stays until the others have read its word: if it ended at once, the store's server would go too."""
 
 
 class Ranks(Protocol):
@@ -109,7 +110,7 @@ class StoreRanks:
         key = self._next_key("first")
         if self.rank == 0:
             return self._lead(key, work)
-        return self._follow(key, leader=0)
+        return self._await(key, leader=0, heartbeat=f"{key}/heartbeat")
 
     def minimum(self, value: int) -> int:
         """See :meth:`Ranks.minimum`."""
@@ -141,6 +142,7 @@ class StoreRanks:
             stop.set()
             thread.join()
         self._store.set(key, json.dumps({"result": result}))
+        self._wait_for_readers(key)
         return result
 
     def _beat(self, key: str, stop: threading.Event, interval_s: float) -> None:
@@ -163,32 +165,59 @@ class StoreRanks:
                 return
             time.sleep(_POLL_S)
 
-    def _follow(self, key: str, *, leader: int) -> str:
-        try:
-            return self._await(key, leader=leader, heartbeat=f"{key}/heartbeat")
-        finally:
-            try:
-                self._store.set(f"{key}/read/{self.rank}", "1")
-            except (RuntimeError, ConnectionError) as error:
-                logger.debug("couldn't acknowledge %s: %s", key, error)
-
     def _await(self, key: str, *, leader: int, heartbeat: str | None = None) -> str:
-        """Poll until `key` is set. Without a heartbeat to watch, silence is the key's own absence."""
+        """Wait until `key` is set. Without a heartbeat to watch, silence is the key's own absence."""
+        inbox: queue.Queue[tuple[str, str]] = queue.Queue()
+        stop = threading.Event()
+        # The store is asked from a thread of its own: if the process that serves it is stopped, a request never ends.
+        threading.Thread(
+            target=self._watch, args=(key, heartbeat, inbox, stop), name="oomfit-watch", daemon=True
+        ).start()
+        try:
+            message = json.loads(self._listen(inbox, leader))
+        finally:
+            stop.set()
+        if "error" in message:
+            raise RankFailedError(f"rank {leader} failed while rank {self.rank} waited for it: {message['error']}")
+        result: str = message["result"]
+        return result
+
+    def _watch(
+        self, key: str, heartbeat: str | None, inbox: queue.Queue[tuple[str, str]], stop: threading.Event
+    ) -> None:
+        """Poll the store, and put into `inbox` what it says: a beat, the message, or that it is lost."""
+        beats = 0
+        try:
+            while not stop.is_set():
+                if self._store.check([key]):
+                    message = self._store.get(key).decode()
+                    self._store.set(f"{key}/read/{self.rank}", "1")
+                    inbox.put(("message", message))
+                    return
+                if heartbeat is not None and (now_beats := self._store.add(heartbeat, 0)) != beats:
+                    beats = now_beats
+                    inbox.put(("beat", ""))
+                stop.wait(_POLL_S)
+        except (RuntimeError, ConnectionError) as error:
+            inbox.put(("lost", str(error).partition("\n")[0]))
+
+    def _listen(self, inbox: queue.Queue[tuple[str, str]], leader: int) -> str:
         started = last_beat = last_log = time.monotonic()
-        beats = -1
         while True:
             try:
-                if self._store.check([key]):
-                    message = json.loads(self._store.get(key))
-                    break
-                if heartbeat is not None and (now_beats := self._store.add(heartbeat, 0)) != beats:
-                    beats, last_beat = now_beats, time.monotonic()
-            except (RuntimeError, ConnectionError) as error:
+                what, text = inbox.get(timeout=_POLL_S)
+            except queue.Empty:
+                what, text = "nothing", ""
+            now = time.monotonic()
+            if what == "message":
+                return text
+            if what == "beat":
+                last_beat = now
+            if what == "lost":
                 raise RankFailedError(
                     f"rank {self.rank} lost the connection to the job's store while it waited for rank {leader}, "
-                    f"which usually means that the process serving it died ({str(error).splitlines()[0]}); see its log"
-                ) from error
-            now = time.monotonic()
+                    f"which usually means that the process serving it died ({text}); see its log"
+                )
             if now - last_beat > self._timeouts.heartbeat_s:
                 raise RankFailedError(
                     f"rank {leader} was silent for {now - last_beat:.0f} s while rank {self.rank} waited for it "
@@ -203,11 +232,6 @@ class StoreRanks:
             if now - last_log > _LOG_EVERY_S:
                 last_log = now
                 logger.info("waiting for rank %s to calibrate (%.0f s so far)", leader, now - started)
-            time.sleep(_POLL_S)
-        if "error" in message:
-            raise RankFailedError(f"rank {leader} failed while rank {self.rank} waited for it: {message['error']}")
-        result: str = message["result"]
-        return result
 
 
 _num_sessions = 0

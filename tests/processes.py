@@ -1,0 +1,87 @@
+"""Several ranks as real processes, with a hard timeout: a hang is a failure."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.queues import Queue
+from queue import Empty
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _main(
+    rank: int, world_size: int, port: int, work: Callable[..., Any], args: tuple[Any, ...], out: Queue[Any]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    try:
+        dist.init_process_group("gloo")
+        result = work(rank, *args)
+        out.put((rank, "result", result))
+    except BaseException as error:  # noqa: BLE001  the test's own process judges
+        out.put((rank, "error", f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run_ranks(
+    work: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 120.0, silent: tuple[int, ...] = ()
+) -> dict[int, tuple[str, Any]]:
+    """Run ``work(rank, *args)`` on every rank of a gloo group.
+
+    :param work: importable (top-level), since processes are spawned.
+    :param silent: ranks that are stopped or killed, and so not waited for.
+    :return: for each rank that said something, ``("result", value)`` or ``("error", text)``; a killed rank is missing.
+    """
+    context = mp.get_context("spawn")
+    out = context.Queue()
+    port = free_port()
+    processes = [
+        context.Process(target=_main, args=(rank, world_size, port, work, args, out), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    found: dict[int, tuple[str, Any]] = {}
+    deadline = monotonic() + timeout_s
+    try:
+        while len(found.keys() - set(silent)) < world_size - len(silent) and monotonic() < deadline:
+            try:
+                rank, kind, value = out.get(timeout=0.2)
+                found[rank] = (kind, value)
+            except Empty:
+                if not any(process.is_alive() for process in processes):
+                    break
+        alive = [rank for rank, process in enumerate(processes) if process.is_alive() and rank not in (*found, *silent)]
+        if alive and monotonic() >= deadline:
+            raise TimeoutError(f"ranks {alive} still ran after {timeout_s:g} s; the others said {found}")
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+    return found
+
+
+def results(found: dict[int, tuple[str, Any]]) -> list[Any]:
+    """The results of all ranks, in order; any error is raised here."""
+    for rank, (kind, value) in sorted(found.items()):
+        if kind == "error":
+            raise AssertionError(f"rank {rank} failed: {value}")
+    return [found[rank][1] for rank in sorted(found)]
