@@ -80,6 +80,8 @@ class Bins:
                 (length, [(tokens, k) for _, tokens, k in members])
                 for length, members in groupby(numbered, key=lambda edge: edge[0])
             ]
+        object.__setattr__(self, "_is_2d", isinstance(self.edges[0], tuple))
+        object.__setattr__(self, "_has_density", self.min_tps is not None or self.max_tps is not None)
         object.__setattr__(self, "_lengths", tuple(g[0] for g in groups) if groups else tuple(self.edges))
         object.__setattr__(self, "_token_edges", tuple(tuple(t for t, _ in g[1]) for g in groups))
         object.__setattr__(self, "_first", tuple(g[1][0][1] for g in groups))
@@ -135,15 +137,16 @@ class Bins:
         if not length >= 0.0:
             raise InvalidArgumentError(f"the length of an example must be a number of at least 0, it is {length!r}")
         lengths: tuple[float, ...] = self._lengths  # type: ignore[attr-defined]
+        has_density: bool = self._has_density  # type: ignore[attr-defined]
         group = bisect_left(lengths, length)
         if group == len(lengths):
             return Rejection.TOO_LONG
-        if not self.needs_tokens:
-            return group
+        if not self._is_2d:  # type: ignore[attr-defined]
+            if not has_density:
+                return group
+            return Rejection.NO_TOKENS if num_tokens is None else self._density(group, length, num_tokens) or group
         if num_tokens is None:
             return Rejection.NO_TOKENS
-        if not self.is_2d:
-            return self._density(group, length, num_tokens) or group
         token_edges: tuple[tuple[int, ...], ...] = self._token_edges  # type: ignore[attr-defined]
         first: tuple[int, ...] = self._first  # type: ignore[attr-defined]
         if self.strict_2d:
@@ -151,12 +154,12 @@ class Bins:
             if within == len(token_edges[group]):
                 return Rejection.TOO_MANY_TOKENS
             k = first[group] + within
-            return self._density(k, length, num_tokens) or k
+            return (self._density(k, length, num_tokens) or k) if has_density else k
         reason = Rejection.TOO_MANY_TOKENS
         for g in range(group, len(lengths)):
             within = bisect_left(token_edges[g], num_tokens)
             for k in range(first[g] + within, first[g] + len(token_edges[g])):
-                refused = self._density(k, length, num_tokens)
+                refused = self._density(k, length, num_tokens) if has_density else None
                 if refused is None:
                     return k
                 reason = refused
@@ -275,12 +278,13 @@ def output_length(cut: Any, tokenizer: Callable[[str], Sequence[Any]] | None = N
 
 def _custom(item: Any, name: str) -> Any:
     # Lhotse's custom fields live in a dict; asking for a missing one as an attribute costs an exception.
-    custom = item.__dict__.get("custom") if hasattr(item, "__dict__") else None
-    if isinstance(custom, dict) and name in custom:
+    fields = getattr(item, "__dict__", None)
+    if fields is None or "custom" not in fields:
+        return getattr(item, name, None)
+    custom = fields["custom"]
+    if custom and name in custom:
         return custom[name]
-    if "custom" in getattr(item, "__dict__", ()):
-        return item.__dict__.get(name)
-    return getattr(item, name, None)
+    return fields.get(name)
 
 
 def estimate_bins(

@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
@@ -53,16 +54,22 @@ class Selection:
     with_lengths: bool = False
     several: bool = False
 
+    @cached_property
+    def with_tokens(self) -> bool:
+        """Whether the number of tokens has a say."""
+        rule = self.density if self.bins is None else self.bins
+        return rule is not None and rule.needs_tokens
+
     def classify(self, cut: Any) -> int | str:
         """The bucket of ``cut``, or a string: the reason why it has none.
 
         :raises MissingTokensError: when tokens decide and the cut has text that nothing can count.
         :raises InvalidArgumentError: when the cut's length isn't a number of at least 0.
         """
-        rule = self.bins or self.density
+        rule = self.density if self.bins is None else self.bins
         if rule is not None:
             tokens = None
-            if rule.needs_tokens:
+            if self.with_tokens:
                 tokens = output_length(cut, self.tokenizer)
                 if tokens is None and has_text(cut):
                     raise missing_tokens(cut)
@@ -87,7 +94,7 @@ class Selection:
             items = [item for item in items if (all(map(keep, item)) if self.several else keep(item))]
         firsts = list(map(itemgetter(0), items)) if self.several else items
         by_length_alone = self.density is None and self.constraint is None
-        if by_length_alone and not (self.bins is not None and self.bins.needs_tokens):
+        if by_length_alone and not self.with_tokens:
             chunk = self._sort_by_length(items, firsts)
         else:
             chunk = self._sort_one_by_one(items, firsts)
