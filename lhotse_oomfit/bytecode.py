@@ -12,6 +12,10 @@ from lhotse_oomfit.digest import short_sha
 __all__ = ["code_digest", "init_names", "is_own", "moved_attributes"]
 
 _ENTRIES = {"forward", "__call__", "__getitem__", "__iter__"}  # where code begins that runs during training
+_MUTATORS = {
+    "add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popleft", "remove", "setdefault",
+    "update",
+}  # fmt: skip
 _FRAMEWORKS = {"torch", "torchmetrics", "lightning", "pytorch_lightning"}
 
 
@@ -26,7 +30,7 @@ def init_names(cls: type) -> frozenset[str]:
 
 
 def moved_attributes(cls: type) -> tuple[frozenset[str], frozenset[str]]:
-    """The attributes that a class assigns while it runs: on itself, and on other objects.
+    """The attributes that a class assigns or fills while it runs: on itself, and on other objects.
 
     Read from the bytecode of ``forward``, steps and hooks, and of the methods of the class that these name. So
     counters, annealed temperatures and grown tables are told from settings whatever they are called.
@@ -50,6 +54,10 @@ def moved_attributes(cls: type) -> tuple[frozenset[str], frozenset[str]]:
             for index, step in enumerate(steps):
                 if step.opname == "STORE_ATTR":
                     (own if _is_of_self(steps, index) else others).add(str(step.argval))
+                elif step.argval in _MUTATORS and step.opname in {"LOAD_METHOD", "LOAD_ATTR"}:
+                    mutated, holder = steps[index - 1], steps[index - 2].argrepr.split(", ")
+                    if mutated.opname == "LOAD_ATTR" and "self" in holder:  # self.seen.append(...)
+                        own.add(str(mutated.argval))
     return frozenset(own), frozenset(others)
 
 

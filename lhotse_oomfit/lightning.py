@@ -10,6 +10,7 @@ method of its own trainer's strategy.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lhotse_oomfit.errors import InvalidArgumentError, UnsupportedStrategyError
@@ -29,11 +31,13 @@ try:
     import lightning.pytorch as pl
     from lightning.pytorch.loggers.logger import DummyLogger
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+    from lightning.pytorch.utilities.combined_loader import CombinedLoader
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 except ImportError:  # the other name of the same package
     import pytorch_lightning as pl
     from pytorch_lightning.loggers.logger import DummyLogger
     from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+    from pytorch_lightning.utilities.combined_loader import CombinedLoader
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
 __all__ = ["BucketBatchSizeFinder"]
@@ -41,7 +45,7 @@ __all__ = ["BucketBatchSizeFinder"]
 logger = logging.getLogger(__name__)
 
 
-class BucketBatchSizeFinder(pl.Callback):  # type: ignore[misc]
+class BucketBatchSizeFinder(pl.Callback):
     """Finds the batch sizes of a :class:`CalibratedBucketingSampler` made with ``bucket_batch_size="auto"``.
 
     The sampler may sit in a DataLoader given to ``Trainer.fit``, or returned by a module or a datamodule, map-style
@@ -56,6 +60,11 @@ class BucketBatchSizeFinder(pl.Callback):  # type: ignore[misc]
     :raises InvalidArgumentError: for a value out of its range.
 
     After calibration, :attr:`profile` is what was found or loaded.
+
+    The callback also makes the sampler's position part of Lightning's checkpoints (whether its sizes were calibrated
+    or given): the batches that training has finished, not those that workers have prefetched. A resumed ``fit``
+    continues with the very next batch; see :meth:`CalibratedBucketingSampler.load_state_dict` for what can't be
+    continued. DataLoaders that keep a state of their own (torchdata's ``StatefulDataLoader``) are left to it.
     """
 
     def __init__(
@@ -89,26 +98,38 @@ class BucketBatchSizeFinder(pl.Callback):  # type: ignore[misc]
         )
         self.make_batch = make_batch
         self.profile: Profile | None = None
-        self._calibrated: CalibratedBucketingSampler | None = None
+        self._sampler: CalibratedBucketingSampler | None = None
+        self._num_workers = 0  # of an iterable-style loader
+        self._num_resumed = 0  # batches of this epoch that lie before a loaded position
+        self._num_processed_before: int | None = None  # Lightning's count when this epoch's first batch began
+        self._set_epoch: Callable[[int], None] | None = None
+        self._found: list[CalibratedBucketingSampler] = []  # in the loaders of this set-up of training data
+        self._holds_position = True
+        self._loaded: dict[str, Any] | None = None
+        self._trainer: Any = None
         self._uninstall: Callable[[], None] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Stand in for the strategy's ``process_dataloader`` while training data is set up."""
-        self._calibrated = None
+        self._sampler = None
+        self._holds_position = True
+        self._trainer = trainer
         self._remove()
         loop, strategy = trainer.fit_loop, trainer.strategy
         setup_data, process_dataloader = loop.setup_data, strategy.process_dataloader
 
         def process(dataloader: Any) -> Any:
             dataloader = process_dataloader(dataloader)
-            self._calibrate_loader(trainer, dataloader)
+            self._prepare_loader(trainer, dataloader)
             return dataloader
 
         def setup() -> None:
             # Validation loaders go through process_dataloader too, but not from here.
             strategy.process_dataloader = process
+            self._found = []
             try:
-                setup_data()
+                with _check_requested(loop):
+                    setup_data()
             finally:
                 del strategy.process_dataloader
 
@@ -120,12 +141,44 @@ class BucketBatchSizeFinder(pl.Callback):  # type: ignore[misc]
         self._uninstall = uninstall
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Say so if there was nothing to calibrate."""
-        if self._calibrated is None and trainer.is_global_zero:
+        """Say so if there was nothing to do."""
+        if self._sampler is None and trainer.is_global_zero:
             logger.warning(
-                "BucketBatchSizeFinder found no CalibratedBucketingSampler with bucket_batch_size='auto' in the "
-                "training data; remove the callback, or replace the sampler"
+                "BucketBatchSizeFinder found no CalibratedBucketingSampler in the training data; remove the callback, "
+                "or put the sampler in place of Lhotse's DynamicBucketingSampler"
             )
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Tell an iterable dataset the epoch, as Lightning tells a sampler."""
+        self._num_processed_before = None
+        if self._set_epoch is not None:
+            self._set_epoch(trainer.fit_loop.epoch_progress.current.processed)
+
+    def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Note where Lightning's count of batches stands when the epoch begins."""
+        if self._num_processed_before is None:
+            self._num_processed_before = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Only the first epoch after a resume begins in its middle."""
+        self._num_resumed = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's position, for the checkpoint; empty between epochs."""
+        if self._sampler is None or not self._holds_position:
+            return {}
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        if progress.is_last_batch:
+            return {}
+        # Lightning counts a batch as processed before any callback hears of it, this one or one that saves.
+        num_finished = self._num_resumed
+        if self._num_processed_before is not None:
+            num_finished += progress.current.processed - self._num_processed_before
+        return {"sampler": self._sampler.state_dict_at(num_finished, num_workers=self._num_workers)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the position until the sampler is there."""
+        self._loaded = state_dict.get("sampler")
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Give the trainer its own methods back."""
@@ -144,15 +197,33 @@ class BucketBatchSizeFinder(pl.Callback):  # type: ignore[misc]
             self._uninstall()
             self._uninstall = None
 
-    def _calibrate_loader(self, trainer: Any, dataloader: Any) -> None:
+    def _prepare_loader(self, trainer: Any, dataloader: Any) -> None:
         sampler = find_sampler(dataloader)
-        if sampler is None or not sampler.is_auto or sampler is self._calibrated:
+        if sampler is None:
             return
-        if self._calibrated is not None:
-            raise UnsupportedStrategyError(
-                "two training DataLoaders have a sampler with bucket_batch_size='auto': their batches share the memory "
-                "of one step, which can't be calibrated for each by itself; give all but one a list of sizes"
+        self._found.append(sampler)
+        if sampler.is_auto and sampler is not self._sampler:
+            self._calibrate(trainer, dataloader, sampler)
+        if len(self._found) > 1:
+            self._holds_position = False
+            logger.warning(
+                "there are several training DataLoaders with a CalibratedBucketingSampler: their positions are not "
+                "part of checkpoints, a resumed epoch starts anew"
             )
+            return
+        is_iterable = isinstance(dataloader.dataset, torch.utils.data.IterableDataset)
+        self._sampler = sampler
+        self._num_workers = dataloader.num_workers if is_iterable else 0
+        self._set_epoch = getattr(dataloader.dataset, "set_epoch", None) if is_iterable else None
+        self._holds_position = not hasattr(dataloader, "load_state_dict")
+        # Lightning creates the first iterator before it tells the sampler which epoch it resumes in.
+        (self._set_epoch or sampler.set_epoch)(trainer.fit_loop.epoch_progress.current.processed)
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and self._holds_position:
+            sampler.load_state_dict(copy.deepcopy(loaded))
+            self._num_resumed = sampler.num_batches_drawn
+
+    def _calibrate(self, trainer: Any, dataloader: Any, sampler: CalibratedBucketingSampler) -> None:
         module = trainer.lightning_module
         _check_trainer(trainer)
         dataset, wrapper = unwrap_dataset(dataloader.dataset, sampler)
@@ -177,7 +248,6 @@ class BucketBatchSizeFinder(pl.Callback):  # type: ignore[misc]
         )
         with _silenced(trainer, module):
             self.profile = calibrate_training(sampler, training, self.options)
-        self._calibrated = sampler
 
 
 class _LightningStep:
@@ -211,6 +281,34 @@ class _LightningStep:
         self._module.zero_grad(set_to_none=True)
         for optimizer in self._trainer.strategy.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _check_requested(loop: Any) -> Iterator[None]:
+    """Refuse several training loaders to calibrate as soon as they are made, before the first one is.
+
+    :raises UnsupportedStrategyError: when the block asks for such loaders.
+    """
+    source = loop._data_source
+    request = source.dataloader
+
+    def checked() -> Any:
+        made = request()
+        loaders = made.flattened if isinstance(made, CombinedLoader) else tree_leaves(made)
+        samplers = [sampler for sampler in map(find_sampler, loaders) if sampler is not None]
+        if len(samplers) > 1 and any(sampler.is_auto for sampler in samplers):
+            raise UnsupportedStrategyError(
+                f"{len(samplers)} training DataLoaders have a CalibratedBucketingSampler, at least one with "
+                f"bucket_batch_size='auto': their batches share the memory of one step, which can't be calibrated for "
+                f"each by itself; give all of them lists of sizes"
+            )
+        return made
+
+    source.dataloader = checked
+    try:
+        yield
+    finally:
+        del source.dataloader
 
 
 def find_sampler(dataloader: Any) -> CalibratedBucketingSampler | None:

@@ -248,7 +248,9 @@ def current_ranks(*, heartbeat_timeout_s: float = 60.0, calibration_timeout_s: f
     _num_sessions += 1
     store = dist.distributed_c10d._get_default_store()
     return StoreRanks(
-        dist.PrefixStore(f"lhotse_oomfit/{_num_sessions}", store),
+        dist.PrefixStore(  # type: ignore[attr-defined]
+            f"lhotse_oomfit/{_num_sessions}", store
+        ),
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         heartbeat_timeout_s=heartbeat_timeout_s,

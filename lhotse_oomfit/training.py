@@ -130,14 +130,15 @@ def unwrap_dataset(dataset: Any, sampler: Any) -> tuple[Any, Any]:
 
     :raises InvalidArgumentError: if the wrapper holds another sampler, or the dataset can't be indexed by cuts.
     """
-    wrapped = None
+    wrapped: Any = None
     if isinstance(dataset, torch.utils.data.IterableDataset) and hasattr(dataset, "sampler"):
-        if dataset.sampler is not sampler:
+        wrapped = dataset
+        if wrapped.sampler is not sampler:
             raise InvalidArgumentError(
                 "dataset wraps another sampler than the one to calibrate; pass the sampler that the "
                 "IterableDatasetWrapper was made with"
             )
-        wrapped, dataset = dataset, dataset.dataset
+        dataset = wrapped.dataset
     if not hasattr(dataset, "__getitem__"):
         raise InvalidArgumentError(
             f"dataset must turn a CutSet into a batch by dataset[cuts], {type(dataset).__name__} has no __getitem__; "

@@ -54,6 +54,18 @@ def test_what_code_that_runs_in_training_assigns_is_found_through_calls_and_deco
     assert moved_attributes(Deeper) == (own, others)
 
 
+class Recording(Encoder):
+    def forward(self, x: Any, other: Any = None) -> Any:
+        self.seen.append(len(x))
+        self.by_length.setdefault(len(x), 0)
+        return self.table.index(x)
+
+
+def test_what_code_that_runs_in_training_fills_is_found_and_what_it_reads_is_not() -> None:
+    assert {"seen", "by_length"} <= moved_attributes(Recording)[0]
+    assert "table" not in moved_attributes(Recording)[0]
+
+
 def test_the_arguments_of_every_constructor_are_found() -> None:
     assert init_names(Deeper) == {"self", "hop", "context", "width"}
 
