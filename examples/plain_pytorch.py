@@ -82,9 +82,10 @@ def train(args: argparse.Namespace, checkpoint: Path, *, rank: int, world_size: 
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
-        if "sampler" in state and not recipe.workers_draw(args):
-            sampler.load_state_dict(state["sampler"])
+        sampler.load_state_dict(state["sampler"])
         step = state["step"]
+
+    first_step, num_resumed = step, sampler.num_batches_drawn
 
     calibrate(
         sampler,
@@ -100,7 +101,7 @@ def train(args: argparse.Namespace, checkpoint: Path, *, rank: int, world_size: 
         precision="bf16" if device.type == "cuda" else "",
     )
 
-    loader = recipe.training_loader(args, sampler, dataset, rank=rank, world_size=world_size, first_step=step)
+    loader = recipe.training_loader(args, sampler, dataset, rank=rank, world_size=world_size)
     compute_loss: torch.nn.Module = TrainingLoss(model)
     if world_size > 1:
         compute_loss = DistributedDataParallel(compute_loss, device_ids=[device] if device.type == "cuda" else None)
@@ -128,10 +129,12 @@ def train(args: argparse.Namespace, checkpoint: Path, *, rank: int, world_size: 
             if rank == 0:
                 print(f"step {step}: CER on {len(speech.held_out)} held-out utterances {cer:.1%}", flush=True)
                 parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-                if not recipe.workers_draw(args):
-                    parts["sampler"] = sampler
                 state = {name: part.state_dict() for name, part in parts.items()}
-                torch.save({**state, "step": step}, checkpoint.with_suffix(".tmp"))
+                # Not state_dict(): a loader's workers are ahead of training.
+                position = sampler.state_dict_at(
+                    num_resumed + step - first_step, num_workers=args.num_workers if args.loader == "iterable" else 0
+                )
+                torch.save({**state, "sampler": position, "step": step}, checkpoint.with_suffix(".tmp"))
                 checkpoint.with_suffix(".tmp").replace(checkpoint)
 
 

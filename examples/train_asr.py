@@ -25,7 +25,6 @@ from asr.tokenizer import CharTokenizer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lhotse_oomfit import CalibratedBucketingSampler
 from lhotse_oomfit.lightning import BucketBatchSizeFinder
 
 
@@ -72,38 +71,24 @@ class Recogniser(pl.LightningModule):
 
 
 class SpeechData(pl.LightningDataModule):
-    """Makes the loaders, once the processes of the job know each other; its state is the sampler's position."""
+    """Makes the loaders, once the processes of the job know each other."""
 
     def __init__(self, args: argparse.Namespace, speech: recipe.Speech) -> None:
         super().__init__()
         self.args = args
         self.speech = speech
-        self.sampler: CalibratedBucketingSampler | None = None
-        self.position: dict[str, Any] = {}
 
     def train_dataloader(self) -> torch.utils.data.DataLoader[dict[str, Any]]:
-        self.sampler = recipe.training_sampler(self.args, self.speech)
-        if self.position and not recipe.workers_draw(self.args):
-            self.sampler.load_state_dict(self.position)
         return recipe.training_loader(
             self.args,
-            self.sampler,
+            recipe.training_sampler(self.args, self.speech),
             SpeechDataset(self.speech.tokenizer),
             rank=self.trainer.global_rank,
             world_size=self.trainer.world_size,
-            first_step=self.trainer.global_step,
         )
 
     def val_dataloader(self) -> torch.utils.data.DataLoader[dict[str, Any]]:
         return recipe.held_out_loader(self.speech)
-
-    def state_dict(self) -> dict[str, Any]:
-        if self.sampler is None or recipe.workers_draw(self.args):
-            return {}
-        return {"sampler": self.sampler.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.position = state_dict.get("sampler", {})
 
 
 class ProgressLines(pl.Callback):

@@ -373,3 +373,27 @@ def test_the_learning_rate_warms_up_and_falls_to_nothing() -> None:
     assert factors[:10] == [pytest.approx((step + 1) / 10) for step in range(10)]
     assert factors[9] == max(factors) == 1.0
     assert factors[-1] == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize(("loader", "num_workers"), [("map", 0), ("map", 2), ("iterable", 0), ("iterable", 2)])
+def test_a_resumed_loader_gives_the_batches_that_were_still_to_come(
+    tmp_path: Path, loader: str, num_workers: int
+) -> None:
+    args = recipe.parser("").parse_args(["--output", str(tmp_path), "--loader", loader, "--max-utterance-s", "1"])
+    args.utterances, args.num_buckets, args.buffer_size, args.num_workers = 30, 2, 60, num_workers
+    speech = recipe.load_speech(args)
+
+    def draw(num_batches: int, position: dict[str, object] | None = None) -> list[list[str]]:
+        sampler = recipe.training_sampler(args, speech)
+        if position is not None:
+            sampler.load_state_dict(position)
+        sampler.apply([3, 2])
+        samplers.append(sampler)
+        batches = recipe.training_loader(args, sampler, SpeechDataset(speech.tokenizer), rank=0, world_size=1)
+        return [batch["ids"] for batch, _ in zip(batches, range(num_batches), strict=False)]
+
+    samplers: list[recipe.CalibratedBucketingSampler] = []
+    expected = draw(6)
+    draw(4)
+    position = samplers[-1].state_dict_at(4, num_workers=num_workers if loader == "iterable" else 0)
+    assert draw(2, position) == expected[4:]

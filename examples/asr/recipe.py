@@ -146,7 +146,7 @@ def training_sampler(args: argparse.Namespace, speech: Speech) -> CalibratedBuck
         max_tps=args.max_tps,
     )
     split: dict[str, Any] = {"seed": args.seed}
-    if workers_draw(args):  # each worker for itself: all of the data, in an order of its own
+    if args.loader == "iterable" and args.num_workers > 0:  # each worker draws from all data, in its own order
         split = {"seed": "randomized", "rank": 0, "world_size": 1}
     return CalibratedBucketingSampler(
         speech.train.repeat(),
@@ -161,11 +161,6 @@ def training_sampler(args: argparse.Namespace, speech: Speech) -> CalibratedBuck
     )
 
 
-def workers_draw(args: argparse.Namespace) -> bool:
-    """Whether the batches are chosen in worker processes, so that the sampler here doesn't know how far they are."""
-    return args.loader == "iterable" and args.num_workers > 0
-
-
 def training_loader(
     args: argparse.Namespace,
     sampler: CalibratedBucketingSampler,
@@ -173,19 +168,15 @@ def training_loader(
     *,
     rank: int,
     world_size: int,
-    first_step: int,
 ) -> DataLoader[dict[str, Any]]:
-    """A loader over the sampler, in the style that ``--loader`` names.
-
-    :param first_step: 0, or where a resumed training goes on: workers that draw for themselves start another order.
-    """
+    """A loader over the sampler, in the style that ``--loader`` names."""
     return DataLoader(
         dataset if args.loader == "map" else IterableDatasetWrapper(dataset, sampler),
         sampler=sampler if args.loader == "map" else None,
         batch_size=None,
         num_workers=args.num_workers,
         persistent_workers=args.num_workers > 0,
-        worker_init_fn=make_worker_init_fn(rank=rank, world_size=world_size, seed=args.seed + first_step),
+        worker_init_fn=make_worker_init_fn(rank=rank, world_size=world_size, seed=args.seed),
     )
 
 
@@ -207,5 +198,4 @@ __all__ = [
     "peak_lr",
     "training_loader",
     "training_sampler",
-    "workers_draw",
 ]
