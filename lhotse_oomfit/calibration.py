@@ -149,17 +149,31 @@ def measure_sizes(
         max_size=max_size,
     )
     book = _Book(search, len(shapes))
+    cached_bytes = 0  # what the allocator holds when a trial begins
     while (probe := search.ask()) is not None:
-        trial = runner.run(probe.bucket, probe.size)
+        # Giving the allocator's cache back takes longer than most trials, so it is kept while it is no hindrance.
+        trial = runner.run(probe.bucket, probe.size, release=False)
         book.enter(trial)
         if trial.status != "fits":
             search.tell(probe, peak_bytes=None)
+            cached_bytes = 0
         else:
+            usage = trial.usage
+            # A reservation that was there before says nothing about this trial, but for being large enough.
+            charged = usage.reserved_bytes if usage.reserved_bytes > cached_bytes else usage.allocated_bytes
+            cached_bytes = max(cached_bytes, usage.reserved_bytes)
             # A retry means that the allocator had to throw its cache away: the card is full, whatever the peak says.
-            charged = 2 * budget_bytes if trial.usage.num_retries else trial.usage.reserved_bytes
-            search.tell(probe, peak_bytes=trial.usage.allocated_bytes, charged_bytes=charged)
+            search.tell(
+                probe,
+                peak_bytes=usage.allocated_bytes,
+                charged_bytes=2 * budget_bytes if usage.num_retries else charged,
+            )
+            if cached_bytes > budget_bytes:
+                memory.release()
+                cached_bytes = 0
         if on_trial is not None:
             on_trial(trial, book.bucket(probe.bucket, search.largest_fit(probe.bucket)))
+    memory.release()
     num_trials = book.num_trials
     if num_soak_steps and all(search.sizes):
         _soak(search, runner, memory, budget_bytes, num_soak_steps, book, on_trial)
