@@ -140,9 +140,7 @@ def main() -> None:
         callbacks=[
             finder,
             *([] if sys.stderr.isatty() else [ProgressLines()]),
-            ModelCheckpoint(
-                checkpoint.parent, "last", every_n_train_steps=args.valid_every, enable_version_counter=False
-            ),
+            ModelCheckpoint(checkpoint.parent, "last", enable_version_counter=False),  # after each validation
         ],
         logger=CSVLogger(args.output, name="logs"),
         enable_progress_bar=sys.stderr.isatty(),
