@@ -365,8 +365,10 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
         Lhotse's ``IterableDatasetWrapper`` calls ``iter()`` for every epoch that its predecessor has finished; if
         training leaves epochs before their end, give it ``reset_on_iter=True``.
         """
-        if epoch != self.epoch and self._loaded is not None:
-            self._forget()
+        if epoch != self.epoch:
+            self.allow_iter_to_reset_state()
+            if self._loaded is not None:
+                self._forget()
         super().set_epoch(epoch)
         if torch.utils.data.get_worker_info() is None:
             self._shared_epoch.fill_(epoch)
