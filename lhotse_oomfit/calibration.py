@@ -149,28 +149,30 @@ def measure_sizes(
         max_size=max_size,
     )
     book = _Book(search, len(shapes))
-    cached_bytes = 0  # what the allocator holds when a trial begins
+    is_clean = False  # whether the allocator holds nothing but what is in use when a trial begins
+    overhead: float | None = None  # reserved over allocated bytes, by a clean trial near the budget
     while (probe := search.ask()) is not None:
         # Giving the allocator's cache back takes longer than most trials, so it is kept while it is no hindrance.
+        if overhead is None and probe.purpose == "verify" and not is_clean:
+            memory.release()
+            is_clean = True
         trial = runner.run(probe.bucket, probe.size, release=False)
+        usage = trial.usage
         book.enter(trial)
         if trial.status != "fits":
             search.tell(probe, peak_bytes=None)
-            cached_bytes = 0
+            is_clean = True  # the runner frees everything after a failure
         else:
-            usage = trial.usage
-            # A reservation that was there before says nothing about this trial, but for being large enough.
-            charged = usage.reserved_bytes if usage.reserved_bytes > cached_bytes else usage.allocated_bytes
-            cached_bytes = max(cached_bytes, usage.reserved_bytes)
-            # A retry means that the allocator had to throw its cache away: the card is full, whatever the peak says.
-            search.tell(
-                probe,
-                peak_bytes=usage.allocated_bytes,
-                charged_bytes=2 * budget_bytes if usage.num_retries else charged,
-            )
-            if cached_bytes > budget_bytes:
+            if is_clean and usage.allocated_bytes > budget_bytes // 2:
+                overhead = max(overhead or 1.0, usage.reserved_bytes / usage.allocated_bytes)
+            charged_bytes = usage.reserved_bytes if is_clean else round(usage.allocated_bytes * (overhead or 1.0))
+            if usage.num_retries:
+                # The allocator had to throw its cache away: the card is full, whatever the peak says.
+                charged_bytes = 2 * budget_bytes
+            search.tell(probe, peak_bytes=usage.allocated_bytes, charged_bytes=charged_bytes)
+            is_clean = usage.reserved_bytes > budget_bytes
+            if is_clean:
                 memory.release()
-                cached_bytes = 0
         if on_trial is not None:
             on_trial(trial, book.bucket(probe.bucket, search.largest_fit(probe.bucket)))
     memory.release()
