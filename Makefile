@@ -8,13 +8,14 @@ PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-lightning24 clean
+.PHONY: help demo test lint test-lightning24 clean clean-demo
 
 help:
 	@echo "make demo              train a small speech recogniser on the CPU, calibration included"
 	@echo "make test              run the tests"
 	@echo "make lint              style, types and import contracts"
 	@echo "make test-lightning24  run the Lightning tests with Lightning 2.4 and omegaconf 2.3"
+	@echo "make clean-demo        remove what make demo made, so that it starts anew"
 	@echo "make clean             remove what these targets made"
 
 # Waiting threads that spin slow a busy machine down, so they sleep.
@@ -33,6 +34,9 @@ lint: $(VENV)/.dev
 test-lightning24: $(OVERLAY)/.installed
 	@PYTHONPATH=$(OVERLAY) $(BIN)/python -c "import lightning; assert lightning.__version__ == '2.4.0', lightning.__file__"
 	@PYTHONPATH=$(OVERLAY) $(BIN)/python -m pytest tests/test_lightning*.py tests/test_examples.py -k lightning $(ARGS)
+
+clean-demo:
+	rm -rf demo_output
 
 clean:
 	rm -rf $(VENV) demo_output build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

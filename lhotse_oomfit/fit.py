@@ -352,6 +352,7 @@ class _Job:
             budget_bytes=self.budget_bytes,
             fingerprint=fingerprint,
             num_trials=measurement.num_trials,
+            num_soak_steps=measurement.num_soak_steps,
             num_ooms=measurement.num_ooms,
             num_retries=measurement.num_retries,
             search_s=round(measurement.search_s, 3),

@@ -57,7 +57,7 @@ class BucketProfile:
     :param size: examples in a batch.
     :param input_len: upper length edge (seconds, or the sampler's unit).
     :param output_len: the number of output tokens that the trial used; None where tokens don't count.
-    :param verified: whether a step ran at this size; False if the size is only predicted.
+    :param verified: whether a step ran at this size or a slightly larger one; False if the size is only predicted.
     :param peak_bytes: allocated peak of the step at this size, resident memory included; None if not measured.
     :param step_s: seconds of that step; None if not measured.
     :param num_trials: training steps that this bucket took to measure.
@@ -107,7 +107,8 @@ class Profile:
     :param budget_bytes: what a step was allowed to allocate.
     :param fingerprint: what it was measured for.
     :param num_trials: training steps in all, those that belong to no single bucket included.
-    :param num_ooms: how many of them ran out of memory.
+    :param num_soak_steps: steps of the closing soak, which verifies the sizes in shuffled order; not among the trials.
+    :param num_ooms: how many of both ran out of memory.
     :param num_retries: allocator retries (the allocator gave its cache back and tried again).
     :param search_s: seconds from the first trial to the end.
     :param memory_fraction: share of the device that the budget was taken from, over 0, at most 1.
@@ -122,6 +123,7 @@ class Profile:
     budget_bytes: int
     fingerprint: Fingerprint
     num_trials: int
+    num_soak_steps: int
     num_ooms: int
     num_retries: int
     search_s: float
@@ -137,7 +139,7 @@ class Profile:
             raise ProfileError(
                 f"a profile must have one batch size a bucket, has {len(self.buckets)} for {len(self.bins)} buckets"
             )
-        for name in ("budget_bytes", "num_trials", "num_ooms", "num_retries"):
+        for name in ("budget_bytes", "num_trials", "num_soak_steps", "num_ooms", "num_retries"):
             _set_int(self, name)
         _set_float(self, "search_s")
         _set_float(self, "memory_fraction", above=0.0, high=1.0)
@@ -227,6 +229,7 @@ _SCALARS = (
     "memory_fraction",
     "budget_bytes",
     "num_trials",
+    "num_soak_steps",
     "num_ooms",
     "num_retries",
     "search_s",
@@ -342,6 +345,7 @@ _KINDS: dict[str, Any] = {
     "memory_fraction": float,
     "budget_bytes": int,
     "num_trials": int,
+    "num_soak_steps": int,
     "num_ooms": int,
     "num_retries": int,
     "search_s": float,

@@ -67,8 +67,9 @@ def render_table(profile: Profile, width: int = 80) -> str:
 
 def summary(profile: Profile) -> str:
     """One sentence: what the sizes cost to find, under which budget."""
+    soak = f" and {_count(profile.num_soak_steps, 'soak step')}" if profile.num_soak_steps else ""
     return (
-        f"{_count(profile.num_trials, 'trial step')}, {_count(profile.num_ooms, 'OOM')}, "
+        f"{_count(profile.num_trials, 'trial step')}{soak}, {_count(profile.num_ooms, 'OOM')}, "
         f"{_count(profile.num_retries, 'allocator retry', 'allocator retries')}, {profile.search_s:.1f} s; "
         f"budget {format_bytes(profile.budget_bytes)} "
         f"(fraction {profile.memory_fraction:g}, {profile.allocator})"

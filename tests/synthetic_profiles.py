@@ -39,6 +39,7 @@ def make_profile(
     values: dict[str, Any] = {
         "budget_bytes": 1_000_000_000,
         "num_trials": 7,
+        "num_soak_steps": 0,
         "num_ooms": 0,
         "num_retries": 0,
         "search_s": 12.5,

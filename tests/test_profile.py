@@ -57,6 +57,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         budget_bytes=draw(counts),
         fingerprint=Fingerprint(fields=draw(st.dictionaries(st.text(max_size=30), st.text(max_size=60), max_size=6))),
         num_trials=draw(counts),
+        num_soak_steps=draw(counts),
         num_ooms=draw(counts),
         num_retries=draw(counts),
         search_s=draw(numbers),
