@@ -1,28 +1,19 @@
 """A drop-in for Lhotse's ``DynamicBucketingSampler`` with a calibrated batch size per bucket.
 
-The sampler applies sizes and holds the position in the epoch; it never measures memory.
+The sampler applies sizes, from a profile or a list, and answers what calibration asks for; it never measures memory.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import random
-import secrets
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Literal
 
-import numpy as np
 import torch
-from lhotse import CutSet
 from lhotse.cut import Cut
-from lhotse.dataset.dataloading import resolve_seed
-from lhotse.dataset.sampling.base import SamplingConstraint, attach_dataloading_info
-from lhotse.dataset.sampling.dynamic_bucketing import DynamicBucketingSampler
-from torch import distributed
+from lhotse.dataset.sampling.base import SamplingConstraint
 
 from lhotse_oomfit.arguments import (
     bins_for_limits,
@@ -33,23 +24,17 @@ from lhotse_oomfit.arguments import (
     is_auto,
 )
 from lhotse_oomfit.bins import Bins, Rejection, output_length
-from lhotse_oomfit.buckets import Batch, Buckets, ConstraintBuckets, FixedBuckets, LimitBuckets
-from lhotse_oomfit.buffer import BucketBuffer
-from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError, NotCalibratedError, ResumeError
-from lhotse_oomfit.position import Position, Schedule, num_processes, process_rank
+from lhotse_oomfit.epoch import EpochSampler
+from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError
+from lhotse_oomfit.position import process_rank
 from lhotse_oomfit.profile import Profile
-from lhotse_oomfit.readahead import DirectReader, Reader, ThreadReader
 from lhotse_oomfit.selection import FILTERED, NO_BUCKET, Selection, density_limits
-from lhotse_oomfit.source import counters, inexact_because, restore_counters, sequential, undisturbed
+from lhotse_oomfit.source import undisturbed
 
 __all__ = ["CalibratedBucketingSampler"]
 
 logger = logging.getLogger(__name__)
 
-_STATE_KEY = "oomfit"
-_START_SHARE = 10  # a concurrent buffer hands out batches when a tenth of it is filled
-_GROWTH = 5  # by default a buffer may grow to this many times buffer_size
-_BUCKET_SEED = 1234
 _REMEDIES = {
     Rejection.TOO_LONG.value: "add a longer edge to duration_bins",
     Rejection.TOO_MANY_TOKENS.value: "add token edges to duration_bins, or pass strict_2d=False",
@@ -60,7 +45,7 @@ _REMEDIES = {
 }
 
 
-class CalibratedBucketingSampler(DynamicBucketingSampler):
+class CalibratedBucketingSampler(EpochSampler):
     """Lhotse's ``DynamicBucketingSampler``, with a fixed batch size per bucket, deterministic and quick.
 
     Every argument of Lhotse's sampler is accepted. With ``bucket_batch_size``, batches of bucket ``k`` hold
@@ -94,14 +79,6 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
     :raises InvalidBinsError: for bins that don't describe buckets.
     :raises ProfileMismatchError: for a profile that was measured for other bins.
     """
-
-    # What lives only while iterating is never pickled; a copy starts with these values.
-    _LIVE = ("_buffer", "_buffer_pid", "cuts_iter", "rng")
-    _buffer: BucketBuffer | None = None
-    _buffer_pid = 0
-    rng: random.Random | None = None
-    constraint: SamplingConstraint | None
-    _just_restored_state: bool
 
     def __init__(
         self,
@@ -159,7 +136,6 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
         self._on_resume = on_resume
         self._max_buffer_size = max_buffer_size
         self._profile: Profile | None = None
-        self._sizes: list[int] | None = None
         self._density: Bins | None = None
         self.bins: Bins | None = None
         self.is_auto = is_auto(bucket_batch_size)
@@ -209,18 +185,7 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
             )
         self.max_cuts = max_cuts
         self.num_buckets = len(edges) + (self.bins is None)
-        # The epoch as the main process sets it; workers, persistent ones included, read it from shared memory.
-        self._shared_epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
-        self._seen_epoch = 0
-        self._worker_seed = secrets.randbits(48)  # stands for "trng" in worker processes
-        self._common_seed: int | None = None  # stands for "trng" and "randomized" on several ranks
-        self._epoch_seed: int | None = None  # what a seed that isn't a number stood for in this epoch
-        self._drawn = 0  # batches of this epoch
-        self._schedule: Schedule = []
-        self._in_force: list[int] = []  # the sizes that the buffer works with
-        self._counters: list[int] = []  # of the source, when the epoch began
-        self._loaded: Position | None = None  # still to be replayed
-        self._reported = False
+        self._init_epoch()
         if bucket_batch_size is not None and not self.is_auto:
             self.apply(bucket_batch_size)  # type: ignore[arg-type]
 
@@ -237,11 +202,6 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
             raise InvalidArgumentError("tokenizer must come with bucket_batch_size, min_tps or max_tps")
 
     # Sizes
-
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether sizes are to be measured (``"auto"``) and none have been applied yet."""
-        return self.bins is not None and self._sizes is None
 
     @property
     def profile(self) -> Profile | None:
@@ -321,12 +281,6 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
             )
         return found
 
-    def transform(self, cuts: CutSet) -> CutSet:
-        """``cuts`` after the functions given to ``map()``, as a batch goes through them."""
-        for fn in self._transforms:
-            cuts = fn(cuts)
-        return cuts
-
     def _selection(self) -> Selection:
         passes_all = type(self._filter_fn).__name__ == "_filter_nothing"
         return Selection(
@@ -342,208 +296,6 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
             several=len(self.cuts) > 1,
         )
 
-    # Iterating
-
-    def __iter__(self) -> CalibratedBucketingSampler:
-        """Start the epoch, or continue a state that was just loaded.
-
-        :raises NotCalibratedError: when sizes are still to be measured.
-        :raises BufferTooSmallError: when the buffer can't hold such batches.
-        """
-        self._follow_main_process()
-        if self._just_restored_state:
-            if not self._is_live():
-                self._rebuild()
-        else:
-            self._forget()
-            self._open()
-        return self
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch; worker processes take it over with their next ``iter()``, persistent ones too.
-
-        Lhotse's ``IterableDatasetWrapper`` calls ``iter()`` for every epoch that its predecessor has finished; if
-        training leaves epochs before their end, give it ``reset_on_iter=True``.
-        """
-        if epoch != self.epoch:
-            self.allow_iter_to_reset_state()
-            if self._loaded is not None:
-                self._forget()
-        super().set_epoch(epoch)
-        if torch.utils.data.get_worker_info() is None:
-            self._shared_epoch.fill_(epoch)
-            self._seen_epoch = epoch
-
-    def _follow_main_process(self) -> None:
-        """In a worker, take over an epoch that the main process has set since."""
-        if torch.utils.data.get_worker_info() is not None:
-            epoch = int(self._shared_epoch)
-            if epoch != self._seen_epoch:
-                self._seen_epoch = epoch
-                self.set_epoch(epoch)
-
-    def _is_live(self) -> bool:
-        return self._buffer is not None and self._buffer_pid == os.getpid()
-
-    def _forget(self) -> None:
-        """Give up the position in the epoch."""
-        self._loaded = None
-        self._drawn = 0
-        self._epoch_seed = None
-        self._schedule = []
-        self._counters = []
-
-    def _open(self) -> None:
-        """Start the epoch from its first batch, with the schedule, seed and counters that are there."""
-        if self.needs_calibration:
-            raise NotCalibratedError(
-                "bucket_batch_size='auto' must be calibrated before the sampler is iterated: call "
-                "lhotse_oomfit.calibrate(sampler, dataset, ...) first, add "
-                "lhotse_oomfit.lightning.BucketBatchSizeFinder() to the Trainer's callbacks, or pass bucket_batch_size "
-                "as a list of sizes or a profile"
-            )
-        self._close()
-        self.diagnostics.reset_current_epoch()
-        if self.bins is not None and not self._schedule:
-            self._schedule = [(0, list(self._sizes or ()))]
-        restore_counters(self.cuts, self._counters)
-        self._counters = counters(self.cuts)
-        worker = torch.utils.data.get_worker_info()
-        seed = self._resolve_seed()
-        self.rng = random.Random(seed + self.epoch)
-        # Ranks whose streams differ choose buckets alike when this generator is seeded alike.
-        entropy = [_BUCKET_SEED, self.epoch, 0 if worker is None else worker.id + 1]
-        if not self.sync_buckets:
-            entropy.append(seed & (2**64 - 1))
-        start = max(1, self.buffer_size // _START_SHARE) if self.concurrent else self.buffer_size
-        source: Iterator[Any] = zip(*self.cuts, strict=False) if len(self.cuts) > 1 else iter(self.cuts[0])
-        sort = self._selection().sort
-        reader: Reader
-        reader = ThreadReader(source, sort, capacity=max(256, start)) if self.concurrent else DirectReader(source, sort)
-        self._buffer = BucketBuffer(
-            reader,
-            self._make_buckets(self.rng if self.shuffle else None),
-            capacity=self.buffer_size,
-            max_capacity=max(self._max_buffer_size or self.buffer_size * _GROWTH, self.buffer_size),
-            start=start,
-            world_size=self.world_size,
-            same_bucket=self.sync_buckets,
-            drop_last=self.drop_last,
-            bucket_rng=np.random.default_rng(entropy),
-        )
-        self._buffer_pid = os.getpid()
-        self._reported = False
-
-    def _make_buckets(self, rng: random.Random | None) -> Buckets:
-        if self.bins is not None:
-            self._in_force = self._schedule[0][1]
-            return FixedBuckets(self._in_force, rng)
-        if self.constraint is not None:
-            return ConstraintBuckets(self.num_buckets, rng, self.constraint)
-        return LimitBuckets(self.num_buckets, rng, max_duration=self.max_duration, max_cuts=self.max_cuts)
-
-    def _close(self) -> None:
-        if self._buffer is not None and self._is_live():
-            self._buffer.reader.close()
-        self._buffer = None
-
-    def _resolve_seed(self) -> int:
-        """The epoch's seed; the same on all ranks that share one stream of batches."""
-        if isinstance(self.seed, int):
-            return self.seed
-        if self._epoch_seed is None:
-            worker = torch.utils.data.get_worker_info()
-            if worker is not None and self.seed == "trng":
-                mixed = np.random.SeedSequence([self._worker_seed, process_rank(), worker.id])
-                self._epoch_seed = int(mixed.generate_state(1)[0])
-            elif worker is None and self.world_size > 1:
-                if self._common_seed is None:
-                    self._common_seed = self._agree_on_seed()
-                self._epoch_seed = self._common_seed
-            else:
-                self._epoch_seed = resolve_seed(self.seed)
-        return self._epoch_seed
-
-    def _agree_on_seed(self) -> int:
-        """One seed for all ranks, drawn by the first."""
-        if not (distributed.is_available() and distributed.is_initialized()):
-            raise InvalidArgumentError(
-                f"seed must be a whole number on {self.world_size} ranks of a map-style dataset, it is {self.seed!r}: "
-                f"the ranks must draw alike, and torch.distributed isn't initialised to agree on a seed; initialise it "
-                f"before iterating, or pass a number"
-            )
-        if distributed.get_world_size() != self.world_size:
-            raise InvalidArgumentError(
-                f"seed must be a whole number when the sampler's world_size, {self.world_size}, isn't that of "
-                f"torch.distributed, {distributed.get_world_size()}; it is {self.seed!r}"
-            )
-        drawn: list[Any] = [resolve_seed(self.seed)]
-        distributed.broadcast_object_list(drawn, src=0)
-        return int(drawn[0])
-
-    def __next__(self) -> Any:
-        """The next batch of this rank: a CutSet, or a tuple of them with several sources."""
-        if not self._is_live():
-            self._rebuild()
-        self.allow_iter_to_reset_state()
-        batch = self._next_batch()
-        self._note_kept(batch)
-        batch = self.transform(batch)
-        attach_dataloading_info(batch, rank=self.rank, world_size=self.world_size)
-        return batch
-
-    def _next_batch(self) -> Any:
-        step = self._advance()
-        if step is None:
-            raise StopIteration
-        return self._to_cuts(self._own_share(step))
-
-    def _advance(self) -> list[Batch] | None:
-        """Draw the next step, with the sizes that hold for it."""
-        buffer = self._buffer
-        if buffer is None:
-            return None
-        if self._schedule and self._schedule[-1][1] is not self._in_force:
-            due = [sizes for start, sizes in self._schedule if start <= self._drawn][-1]
-            if due is not self._in_force:
-                buffer.set_sizes(due)
-                self._in_force = due
-        step = buffer.next_step()
-        if buffer.rejected or buffer.num_dropped:
-            stats = self.diagnostics.current_epoch_stats
-            stats.discarded_cuts = (sum(buffer.rejected.values()) + buffer.num_dropped) * len(self.cuts)
-        if step is None:
-            self._report_skipped()
-        else:
-            self._drawn += 1
-        return step
-
-    def _own_share(self, step: list[Batch]) -> Batch:
-        if self.rank < len(step):
-            return step[self.rank]
-        # Fewer examples than ranks: this rank repeats one of them, marked as such, since it can't skip the step.
-        item, number = step[self.rank % len(step)][0], self.rank // len(step) - 1
-        if isinstance(item, tuple):
-            return [tuple(cut.with_id(f"{cut.id}_dup{number}") for cut in item)]
-        return [item.with_id(f"{item.id}_dup{number}")]
-
-    def _to_cuts(self, batch: Batch) -> Any:
-        if len(self.cuts) == 1:
-            return CutSet.from_cuts(batch)
-        for cuts in batch if self.consistent_ids else ():
-            if any(cut.id != cuts[0].id for cut in cuts):
-                raise InvalidArgumentError(
-                    f"the sources must hold cuts of the same IDs in the same order, they hold "
-                    f"{', '.join(repr(cut.id) for cut in cuts)} at the same place; sort them alike, or pass "
-                    f"consistent_ids=False"
-                )
-        return tuple(CutSet.from_cuts(cuts) for cuts in zip(*batch, strict=True))
-
-    def _note_kept(self, batch: Any) -> None:
-        stats = self.diagnostics.current_epoch_stats
-        stats.kept_cuts += len(batch[0] if isinstance(batch, tuple) else batch)
-        stats.kept_batches += 1
-
     # What was skipped
 
     @property
@@ -555,9 +307,8 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
 
     def _report_skipped(self) -> None:
         worker = torch.utils.data.get_worker_info()
-        if self._reported or self.rank > 0 or (worker is not None and worker.id > 0):
+        if process_rank() > 0 or self.rank > 0 or (worker is not None and worker.id > 0):
             return
-        self._reported = True
         skipped = self.num_skipped
         if skipped:
             logger.warning(
@@ -572,176 +323,3 @@ class CalibratedBucketingSampler(DynamicBucketingSampler):
         report: str = super().get_report()
         skipped = ", ".join(f"{num} {reason}" for reason, num in self.num_skipped.items())
         return f"{report}\n|  epoch {self.epoch:d} skipped | {skipped} |" if skipped else report
-
-    # Resuming
-
-    @property
-    def num_batches_drawn(self) -> int:
-        """How many batches of this epoch were drawn here, or lie before a loaded state that isn't continued yet.
-
-        Of an iterable-style loader, whose workers draw, that is the number that the loaded state stands for.
-        """
-        return self._drawn if self._loaded is None else self._loaded.num_batches
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state after the batches that this sampler has drawn; see :meth:`state_dict_at` for prefetched ones."""
-        constraint, self.constraint = self.constraint, None  # Lhotse refuses custom ones, which make no difference here
-        try:
-            state: dict[str, Any] = super().state_dict()
-        finally:
-            self.constraint = constraint
-        state[_STATE_KEY] = (self._here() if self._loaded is None else self._loaded).encode()
-        return state
-
-    def state_dict_at(self, num_batches: int, *, num_workers: int = 0) -> dict[str, Any]:
-        """The state as it was when this rank had *consumed* ``num_batches`` batches of the epoch.
-
-        A loader with workers is ahead of training: the batches that it prefetched would be lost in a resumed run
-        if the state were that of :meth:`state_dict`. Call this in the main process, on the sampler that the loader
-        was made with, and give the result to :meth:`load_state_dict` of a new sampler before its loader is iterated.
-        After a resume, go on counting from :attr:`num_batches_drawn`, as it is right after :meth:`load_state_dict`.
-
-        Map-style (the loader iterates the sampler in the main process): leave ``num_workers`` at 0, whatever the
-        loader has. Iterable-style (each worker iterates a copy of the sampler): pass the loader's ``num_workers``;
-        worker ``w`` has handed out every ``num_workers``-th batch, from the ``w``-th on. That holds until some worker
-        has ended its epoch, after which the others take more turns, so a state taken that late may repeat batches.
-
-        :param num_batches: batches of this epoch that training has finished.
-        :param num_workers: of an iterable-style loader.
-        :raises InvalidArgumentError: for a negative number, or more map-style batches than were drawn.
-        """
-        if num_batches < 0 or num_workers < 0:
-            raise InvalidArgumentError(
-                f"num_batches and num_workers must be at least 0, they are {num_batches} and {num_workers}"
-            )
-        if num_workers == 0 and num_batches > self.num_batches_drawn:
-            raise InvalidArgumentError(
-                f"num_batches must be at most the {self.num_batches_drawn} batches that were drawn, it is "
-                f"{num_batches}; for an iterable-style loader, pass its num_workers"
-            )
-        state = self.state_dict()
-        here = self._here() if self._loaded is None else self._loaded.with_sizes(self._sizes)
-        here = here.at(num_batches, num_workers)
-        if self.bins is not None and not here.schedule:
-            here = replace(here, schedule=[([0], list(self._sizes or ()))])
-        state[_STATE_KEY] = here.encode()
-        return state
-
-    def _here(self) -> Position:
-        worker = torch.utils.data.get_worker_info()
-        b = self.bins
-        return Position(
-            drawn={0 if worker is None else worker.id: self._drawn},
-            num_workers=0 if worker is None else worker.num_workers,
-            num_processes=num_processes(),
-            rank=process_rank(),
-            seed=self._epoch_seed,
-            worker_seed=self._worker_seed if self.seed == "trng" else 0,
-            schedule=[([start], sizes) for start, sizes in self._schedule],
-            bins=list(self.duration_bins)
-            if b is None
-            else [b.as_lists(), b.strict_2d, list(b.min_tps or ()), list(b.max_tps or ())],
-            options={
-                "concurrent": self.concurrent,
-                "sync_buckets": self.sync_buckets,
-                "max_buffer_size": self._max_buffer_size,
-            },
-            counters=self._counters or counters(self.cuts),
-        )
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where the state was taken. As in Lhotse, ``state_dict`` is emptied.
-
-        The batches before it are drawn again with the sizes they had, at the next ``iter()`` (in the worker processes
-        where those iterate the sampler), which costs reading the source up to there. If this sampler has other sizes
-        than the state's last ones, they hold from there on.
-
-        :raises ResumeError: when the state can't be continued here: another number of ranks or workers, other bins,
-            another seed, or a state that Lhotse's own sampler saved; with ``on_resume="new_epoch"`` the next epoch
-            starts instead.
-        """
-        try:
-            loaded = Position.parse(state_dict.pop(_STATE_KEY, None))
-            loaded.check(self._here())
-            for name in ("world_size", "seed"):
-                if state_dict[name] != getattr(self, name):
-                    raise ResumeError(
-                        f"the state was saved with {name}={state_dict[name]!r}, this sampler has "
-                        f"{getattr(self, name)!r}"
-                    )
-        except ResumeError as problem:
-            self._refuse(problem, int(state_dict.get("epoch") or 0))
-            state_dict.clear()
-            return
-        self._close()
-        for name, attribute in (("concurrent",) * 2, ("sync_buckets",) * 2, ("max_buffer_size", "_max_buffer_size")):
-            if getattr(self, attribute) != loaded.options[name]:
-                logger.warning("%s becomes %s, as in the loaded state", name, loaded.options[name])
-                setattr(self, attribute, loaded.options[name])
-        super().load_state_dict(state_dict)
-        self._loaded = loaded
-        self._drawn = 0
-        self._schedule = []
-        self._epoch_seed = self._common_seed = loaded.seed
-        self._worker_seed = loaded.worker_seed or self._worker_seed
-        self._counters = list(loaded.counters)
-        self._shared_epoch.fill_(self.epoch)
-        self._seen_epoch = self.epoch
-
-    def _fast_forward(self) -> None:
-        """Lhotse calls this at the end of ``load_state_dict``; here, replay waits for ``iter()`` or ``next()``."""
-
-    def _refuse(self, problem: ResumeError, epoch: int) -> None:
-        if self._on_resume == "error":
-            raise ResumeError(
-                f"the sampler's state must come from the same set-up: {problem}; restore that, or pass "
-                f"on_resume='new_epoch' to start the next epoch"
-            ) from problem
-        logger.warning("not resumed in the middle of epoch %d: %s; epoch %d starts", epoch, problem, epoch + 1)
-        self._close()
-        self._forget()
-        self.set_epoch(epoch + 1)
-
-    def _rebuild(self) -> None:
-        """Draw the batches of this epoch up to the position again: after a load, in a copy, in a forked process."""
-        target, restored = self._drawn, self._just_restored_state
-        worker = torch.utils.data.get_worker_info()
-        if self._loaded is not None:
-            try:
-                self._loaded.check_workers(0 if worker is None else worker.num_workers)
-                worker_id = 0 if worker is None else worker.id
-                target = self._loaded.drawn[worker_id]
-                self._schedule = self._loaded.with_sizes(self._sizes).schedule_of(worker_id)
-                self._warn_if_inexact(self._loaded)
-            except ResumeError as problem:
-                self._refuse(problem, self.epoch)
-                target = 0
-        if target:
-            again = ", which reads its archives from their start" if sequential(self.cuts) else ""
-            logger.info("drawing %d batches of epoch %d again%s", target, self.epoch, again)
-        self._open()
-        self._loaded = None
-        self._drawn = 0
-        while self._drawn < target:
-            step = self._advance()
-            if step is None:
-                break
-            self._note_kept(self._own_share(step))
-        self._just_restored_state = restored
-
-    def _warn_if_inexact(self, loaded: Position) -> None:
-        reason = inexact_because(self.cuts)
-        if self.seed == "trng" and loaded.num_workers > 0 and loaded.rank != process_rank():
-            reason = f"seed='trng' was drawn by rank {loaded.rank}, and this is rank {process_rank()}"
-        if reason is not None and loaded.num_batches > 0:
-            logger.warning("resume is not exact: %s; use whole numbers as seeds", reason)
-
-    # Copies
-
-    def __getstate__(self) -> Any:
-        live = {name: self.__dict__.pop(name) for name in self._LIVE if name in self.__dict__}
-        try:
-            state = super().__getstate__()
-            return dict(state) if isinstance(state, dict) else state
-        finally:
-            self.__dict__.update(live)
