@@ -13,6 +13,7 @@ from lhotse import CutSet
 from lhotse.dataset.sampling.base import TimeConstraint
 from lhotse.dataset.sampling.dynamic_bucketing import FixedBucketBatchSizeConstraint
 from sampler_corpora import flat, ids, make_cut, make_cuts
+from synthetic_profiles import make_profile
 
 from lhotse_oomfit import CalibratedBucketingSampler
 from lhotse_oomfit.bins import Bins
@@ -25,40 +26,9 @@ from lhotse_oomfit.errors import (
     NotCalibratedError,
     ProfileMismatchError,
 )
-from lhotse_oomfit.fingerprint import Fingerprint
-from lhotse_oomfit.profile import BucketProfile, Profile
 
 BINS = [5.0, 10.0, 20.0, 30.0]
 SIZES = [16, 8, 4, 2]
-
-
-def make_profile(bins: Bins, sizes: list[int]) -> Profile:
-    return Profile(
-        bins=bins,
-        buckets=tuple(
-            BucketProfile(
-                size=size,
-                input_len=bins.input_len(k),
-                output_len=bins.max_output_len(k),
-                verified=True,
-                peak_bytes=1000,
-                step_s=0.1,
-                num_trials=1,
-                num_ooms=0,
-            )
-            for k, size in enumerate(sizes)
-        ),
-        budget_bytes=2000,
-        fingerprint=Fingerprint(fields={"device": "test"}),
-        num_trials=len(sizes),
-        num_ooms=0,
-        num_retries=0,
-        search_s=1.0,
-        memory_fraction=0.9,
-        allocator="default",
-        created="2026-01-01T00:00:00+00:00",
-        versions={},
-    )
 
 
 def fixed(cuts: Any, **options: Any) -> CalibratedBucketingSampler:
@@ -398,7 +368,7 @@ def test_auto_must_be_calibrated_first_and_says_how() -> None:
 
 
 def test_a_profile_brings_its_bins_and_sizes() -> None:
-    profile = make_profile(Bins.from_edges(BINS, max_tps=9.0), SIZES)
+    profile = make_profile(BINS, sizes=SIZES, max_tps=9.0)
     sampler = CalibratedBucketingSampler(make_cuts(20, tokens_per_s=4.0), bucket_batch_size=profile)
     assert sampler.bins == profile.bins
     assert sampler.profile is profile
@@ -412,11 +382,11 @@ def test_a_profile_for_other_bins_is_refused_with_both() -> None:
         ProfileMismatchError,
         match=r"measured for the bins \[5.0, 10.0\], this sampler has \[5.0, 10.0, 20.0, 30.0\]; recalibrate",
     ):
-        sampler.apply(make_profile(Bins.from_edges([5.0, 10.0]), [2, 1]))
+        sampler.apply(make_profile([5.0, 10.0], sizes=[2, 1]))
     with pytest.raises(
         ProfileMismatchError, match=r"measured with at most 45 tokens in bucket 0, this sampler admits any number"
     ):
-        sampler.apply(make_profile(Bins.from_edges(BINS, max_tps=9.0), SIZES))
+        sampler.apply(make_profile(BINS, sizes=SIZES, max_tps=9.0))
     assert sampler.needs_calibration
 
 
@@ -603,3 +573,17 @@ def test_sizes_cannot_be_applied_under_lhotses_limits() -> None:
     assert (sampler.bins, sampler.needs_calibration, sampler.is_auto) == (None, False, False)
     with pytest.raises(InvalidArgumentError, match="this one batches by Lhotse's limits"):
         sampler.apply(SIZES)
+
+
+def test_the_thread_of_a_sampler_ends_with_it() -> None:
+    import gc
+    import threading
+
+    sampler = fixed(make_cuts(2000), concurrent=True, buffer_size=100)
+    next(iter(sampler))
+    running = [thread for thread in threading.enumerate() if thread.name == "oomfit-readahead"]
+    del sampler
+    gc.collect()
+    for thread in running:
+        thread.join(10.0)
+    assert not any(thread.is_alive() for thread in running)
