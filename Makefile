@@ -20,7 +20,7 @@ help:
 
 # Waiting threads that spin slow a busy machine down, so they sleep.
 demo: $(VENV)/.demo
-	@OMP_WAIT_POLICY=passive $(BIN)/python examples/train_asr.py --output demo_output --cache demo_output/profiles $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python examples/train_asr.py --device cpu --output demo_output --cache demo_output/profiles $(ARGS)
 
 test: $(VENV)/.dev
 	@$(BIN)/python -m pytest $(ARGS)
