@@ -539,3 +539,62 @@ def test_resident_tensors_include_gradients_and_optimizer_state():
     before = sum(t.numel() for t in resident_tensors(training))
     train(model, optimizer, scheduler, [TinyDataset()[tiny_cuts(2)]])
     assert sum(t.numel() for t in resident_tensors(training)) > 3.9 * before
+
+
+# Lhotse's own ASR dataset
+
+
+@pytest.mark.filterwarnings("ignore:__array_wrap__ must accept context")  # Lhotse's mel filters under numpy 2
+@pytest.mark.parametrize("strategy", ["precomputed", "audio", "on-the-fly"])
+def test_lhotses_asr_dataset_needs_no_schema_under_any_input_strategy(strategy):
+    from lhotse import Fbank, FbankConfig
+    from lhotse.dataset import K2SpeechRecognitionDataset
+    from lhotse.dataset.input_strategies import AudioSamples, OnTheFlyFeatures, PrecomputedFeatures
+    from synthetic_cuts import with_features
+
+    cuts = list(tiny_cuts(24, longest=3.0))
+    if strategy == "precomputed":
+        cuts = with_features(cuts, num_mels=16)
+    extractor = Fbank(FbankConfig(num_mel_bins=16, sampling_rate=8000))
+    inputs = {
+        "precomputed": PrecomputedFeatures,
+        "audio": AudioSamples,
+        "on-the-fly": lambda: OnTheFlyFeatures(extractor),
+    }
+    seen = []
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = torch.nn.Conv1d(1 if strategy == "audio" else 16, 16, 9, stride=4)
+            self.block = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+    def step(model, batch):
+        x = batch["inputs"]
+        x = x[:, None, ::20] if x.ndim == 2 else x.transpose(1, 2)
+        assert len(batch["supervisions"]["text"]) == len(x)
+        assert sorted(batch["supervisions"]["sequence_idx"].tolist()) == list(range(len(x)))
+        seen.append(x.shape)
+        return model.block(model.conv(x).transpose(1, 2)).square().mean()
+
+    torch.manual_seed(0)
+    model = Net()
+    sampler = tiny_sampler(CutSet.from_cuts(cuts), duration_bins=[1.0, 2.0, 3.0])
+    profile = calibrate(
+        sampler,
+        K2SpeechRecognitionDataset(input_strategy=inputs[strategy]()),
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        training_step=step,
+        memory_limit="4MiB",
+        cache=False,
+        progress=False,
+    )
+    sizes = profile.bucket_batch_size
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1] >= 1
+    assert max(shape[0] for shape in seen) >= sizes[0]
+    batches = list(
+        DataLoader(K2SpeechRecognitionDataset(input_strategy=inputs[strategy]()), sampler=sampler, batch_size=None)
+    )
+    assert sum(len(batch["supervisions"]["text"]) for batch in batches) == 24
