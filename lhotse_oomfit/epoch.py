@@ -29,6 +29,7 @@ from lhotse_oomfit.position import Position, Schedule, num_processes, process_ra
 from lhotse_oomfit.readahead import DirectReader, Reader, ThreadReader
 from lhotse_oomfit.selection import Selection
 from lhotse_oomfit.source import counters, inexact_because, restore_counters, sequential
+from lhotse_oomfit.turns import own_number, play
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -107,6 +108,9 @@ class EpochSampler(DynamicBucketingSampler):
             if not self._is_live():
                 self._rebuild()
         else:
+            own = own_number()
+            if own is not None:
+                play(own)
             self._forget()
             self._open()
         return self
@@ -327,7 +331,8 @@ class EpochSampler(DynamicBucketingSampler):
 
         Map-style (the loader iterates the sampler in the main process): leave ``num_workers`` at 0, whatever the
         loader has. Iterable-style (each worker iterates a copy of the sampler): pass the loader's ``num_workers``;
-        worker ``w`` has handed out every ``num_workers``-th batch, from the ``w``-th on. That holds until some worker
+        workers have handed out batches in turn. After a resume they play each other's parts where the next turn isn't
+        that of worker 0 (:mod:`lhotse_oomfit.turns`), so batches come in the same order. That holds until some worker
         has ended its epoch, after which the others take more turns, so a state taken that late may repeat batches.
 
         :param num_batches: batches of this epoch that training has finished.
@@ -429,13 +434,16 @@ class EpochSampler(DynamicBucketingSampler):
     def _rebuild(self) -> None:
         """Draw the batches of this epoch up to the position again: after a load, in a copy, in a forked process."""
         target, restored = self._drawn, self._just_restored_state
-        worker = torch.utils.data.get_worker_info()
         if self._loaded is not None:
+            worker = torch.utils.data.get_worker_info()
             try:
                 self._loaded.check_workers(0 if worker is None else worker.num_workers)
-                worker_id = 0 if worker is None else worker.id
-                target = self._loaded.drawn[worker_id]
-                self._schedule = self._loaded.with_sizes(self._sizes).schedule_of(worker_id)
+                number = self._loaded.part_of(own_number() or 0)
+                if not play(number):
+                    number = own_number() or 0
+                    logger.warning("the workers' turns begin anew: batches come in another order")
+                target = self._loaded.drawn[number]
+                self._schedule = self._loaded.with_sizes(self._sizes).schedule_of(number)
                 self._warn_if_inexact(self._loaded)
             except ResumeError as problem:
                 self._refuse(problem, self.epoch)

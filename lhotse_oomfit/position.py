@@ -74,6 +74,12 @@ class Position:
         drawn = {worker: (num_batches + turns - 1 - worker) // turns for worker in range(turns)}
         return replace(self, drawn=drawn, num_workers=num_workers)
 
+    def part_of(self, worker: int) -> int:
+        """Whose part worker number ``worker`` plays, for the loader's turns to go on where they stopped."""
+        if self.num_workers == 0 or len(self.drawn) < self.num_workers:
+            return worker  # a state that a worker saved for itself
+        return (worker + self.num_batches) % self.num_workers
+
     def schedule_of(self, worker: int) -> Schedule:
         """The schedule as worker number ``worker`` goes by it."""
         return [(starts[worker if len(starts) > 1 else 0], sizes) for starts, sizes in self.schedule]
