@@ -64,9 +64,9 @@ class EpochSampler(DynamicBucketingSampler):
     _on_resume: str
 
     def _init_epoch(self) -> None:
-        # The epoch as the main process sets it; workers, persistent ones included, read it from shared memory.
-        self._shared_epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
-        self._seen_epoch = 0
+        # The epoch and the sizes of the main process; workers, persistent ones included, read them in shared memory.
+        self._shared = torch.zeros(1 + len(self.bins or ()), dtype=torch.int64).share_memory_()
+        self._seen = self._shared.tolist()
         self._worker_seed = secrets.randbits(48)  # stands for "trng" in worker processes
         self._common_seed: int | None = None  # stands for "trng" and "randomized" on several ranks
         self._epoch_seed: int | None = None  # what a seed that isn't a number stood for in this epoch
@@ -126,17 +126,24 @@ class EpochSampler(DynamicBucketingSampler):
             if self._loaded is not None:
                 self._forget()
         super().set_epoch(epoch)
+        self._tell_workers()
+
+    def _tell_workers(self) -> None:
         if torch.utils.data.get_worker_info() is None:
-            self._shared_epoch.fill_(epoch)
-            self._seen_epoch = epoch
+            told = [self.epoch, *(self._sizes or [0] * len(self.bins or ()))]
+            self._shared.copy_(torch.tensor(told))
+            self._seen = told
 
     def _follow_main_process(self) -> None:
-        """In a worker, take over an epoch that the main process has set since."""
-        if torch.utils.data.get_worker_info() is not None:
-            epoch = int(self._shared_epoch)
-            if epoch != self._seen_epoch:
-                self._seen_epoch = epoch
-                self.set_epoch(epoch)
+        """In a worker, take over the epoch and the sizes that the main process has set since."""
+        if torch.utils.data.get_worker_info() is None:
+            return
+        told = self._shared.tolist()
+        if told[1:] != self._seen[1:]:
+            self._sizes = told[1:]
+        if told[0] != self._seen[0]:
+            self.set_epoch(told[0])
+        self._seen = told
 
     def _is_live(self) -> bool:
         return self._buffer is not None and self._buffer_pid == os.getpid()
@@ -414,8 +421,7 @@ class EpochSampler(DynamicBucketingSampler):
         self._epoch_seed = self._common_seed = loaded.seed
         self._worker_seed = loaded.worker_seed or self._worker_seed
         self._counters = list(loaded.counters)
-        self._shared_epoch.fill_(self.epoch)
-        self._seen_epoch = self.epoch
+        self._tell_workers()
 
     def _fast_forward(self) -> None:
         """Lhotse calls this at the end of ``load_state_dict``; here, replay waits for ``iter()`` or ``next()``."""

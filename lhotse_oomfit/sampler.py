@@ -216,7 +216,9 @@ class CalibratedBucketingSampler(EpochSampler):
     def apply(self, profile_or_sizes: Profile | Sequence[int], *, at_batch: int | None = None) -> None:
         """Use these sizes from the next batch on.
 
-        The change is recorded, so that a resumed run makes it at the same batch.
+        The change is recorded, so that a resumed run makes it at the same batch. Where worker processes iterate copies
+        of the sampler (iterable-style), they take the sizes over with their next ``iter()``: change them between
+        epochs, before the loader is iterated again.
 
         :param profile_or_sizes: one size per bucket, or a profile for the same bins.
         :param at_batch: in the middle of an epoch, the batch of this rank (and worker), counted from 0, from which
@@ -245,6 +247,7 @@ class CalibratedBucketingSampler(EpochSampler):
             )
         self._sizes = sizes
         self._profile = profile
+        self._tell_workers()
         if self._schedule and self._loaded is None:
             start = drawn if at_batch is None else at_batch
             self._schedule = [entry for entry in self._schedule if entry[0] < start] + [(start, sizes)]

@@ -181,6 +181,14 @@ def test_persistent_workers_follow_set_epoch_and_restart_after_a_break() -> None
     assert [names for _, names in loader] == expected(3)
 
 
+def test_persistent_workers_take_over_new_sizes_with_the_next_epoch() -> None:
+    sampler = make()
+    loader = iterable_style(sampler, 1, persistent_workers=True)
+    assert max(len(names) for _, names in loader) > 1
+    sampler.apply([1, 1, 1, 1])
+    assert {len(names) for _, names in loader} == {1}
+
+
 def test_the_loaders_own_way_of_counting_epochs_in_workers_still_works() -> None:
     dataset = IterableDatasetWrapper(WorkerAndIds(), make(), auto_increment_epoch=True)
     loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=1, persistent_workers=True)
