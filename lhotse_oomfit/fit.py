@@ -5,103 +5,62 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from lhotse_oomfit import __version__
+from lhotse_oomfit.arguments import check_profile_bins
 from lhotse_oomfit.calibration import Measurement, measure_sizes, refuse_unfit, wake_optimizers
 from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError
 from lhotse_oomfit.fingerprint import Fingerprint
 from lhotse_oomfit.memory import MemoryBackend, backend_for
+from lhotse_oomfit.options import CalibrationOptions, check_recalibrate
 from lhotse_oomfit.profile import Profile, format_bytes, parse, parse_bytes, utc_now
 from lhotse_oomfit.progress import show_progress
-from lhotse_oomfit.ranks import alone, current_ranks
+from lhotse_oomfit.ranks import Ranks, SingleRank, alone, current_ranks
 from lhotse_oomfit.report import render_table
 from lhotse_oomfit.sampler import CalibratedBucketingSampler
 from lhotse_oomfit.shapes import WorstCases, shape_label
 from lhotse_oomfit.snapshot import leave_no_trace
 from lhotse_oomfit.store import ProfileStore
 from lhotse_oomfit.training import (
-    LossStep,
     MakeBatch,
     Training,
     gradient_bytes,
+    loop_training,
     parts_of,
     resident_tensors,
-    unwrap_dataset,
-    unwrap_model,
 )
 from lhotse_oomfit.traits import dataset_fields, environment_fields, model_fields, optimizer_fields
 from lhotse_oomfit.trial import TrialRunner
+from lhotse_oomfit.verification import Check, check_tightest
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["CalibrationOptions", "MakeBatch", "Training", "calibrate", "calibrate_training"]
+__all__ = [
+    "CalibrationOptions",
+    "Check",
+    "MakeBatch",
+    "Training",
+    "calibrate",
+    "calibrate_training",
+    "loop_training",
+    "verify_training",
+]
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_ALLOCATOR_SHARE = 0.88
 """Share of the budget used on the default allocator: sizes found on a fresh allocator run out of memory in shuffled
 training there (58 times in 70 steps on an H200), 12% smaller ones don't."""
+_NUM_CHECKED = 2
+"""Buckets that are run again where a profile is verified: the tightest, and one more in case it was a special one."""
 _MAX_SIZE = 65_536
 """Without ``max_batch_size``, no size is tried above this one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CalibrationOptions:
-    """How to calibrate; each of these is a keyword argument of :func:`calibrate` as well.
-
-    :param memory_fraction: share of the device's memory that a training step may take, over 0 and at most 1.
-    :param memory_limit: bytes or a string such as ``"600MiB"``: what the device counts as having. Needed on a CPU.
-    :param reserve: bytes or a string: kept out of the budget for memory that appears only later, such as an EMA copy
-        of the parameters made at its first step.
-    :param cache: where the profile is kept: None for the user's cache directory (or ``$OOMFIT_CACHE_DIR``), a path
-        ending in ``.yaml`` for that file, another path for that directory, False to keep nothing.
-    :param recalibrate: ``"auto"`` measures when no profile matches; ``"always"`` measures; the environment variable
-        ``OOMFIT_RECALIBRATE`` overrides it.
-    :param max_batch_size: no bucket gets a larger size.
-    :param num_sample_cuts: how many cuts are read ahead to choose a template and to see how many tokens occur.
-    :param num_soak_steps: steps of the closing soak on a CUDA card; None for two per bucket.
-    :param heartbeat_timeout: seconds of silence after which another rank counts as dead.
-    :param calibration_timeout: seconds that ranks wait for the measuring one in all.
-    :param progress: whether to show a progress bar; None to show one at a terminal.
-    :raises InvalidArgumentError: for a value out of its range.
-    """
-
-    memory_fraction: float = 0.9
-    memory_limit: str | int | None = None
-    reserve: str | int | None = None
-    cache: str | os.PathLike[str] | Literal[False] | None = None
-    recalibrate: Literal["auto", "always"] = "auto"
-    max_batch_size: int | None = None
-    num_sample_cuts: int = 1000
-    num_soak_steps: int | None = None
-    heartbeat_timeout: float = 60.0
-    calibration_timeout: float = 7200.0
-    progress: bool | None = None
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.memory_fraction <= 1.0:
-            raise InvalidArgumentError(
-                f"memory_fraction must lie above 0 and at most at 1, it is {self.memory_fraction!r}; pass for instance "
-                f"0.9"
-            )
-        _check_choice("recalibrate", self.recalibrate)
-        for name in ("max_batch_size", "num_sample_cuts"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise InvalidArgumentError(f"{name} must be a whole number of at least 1, it is {value!r}")
-        if self.num_soak_steps is not None and self.num_soak_steps < 0:
-            raise InvalidArgumentError(f"num_soak_steps must be at least 0, it is {self.num_soak_steps!r}")
-        for name in ("heartbeat_timeout", "calibration_timeout"):
-            if not getattr(self, name) > 0:
-                raise InvalidArgumentError(f"{name} must be seconds above 0, it is {getattr(self, name)!r}")
 
 
 def calibrate(
@@ -147,7 +106,7 @@ def calibrate(
     :param precision: what else the profile depends on, such as ``"bf16"``; part of the fingerprint.
     :param collate_fn: the DataLoader's ``collate_fn``, if it has one.
     :param options: `reserve`, `max_batch_size`, `num_sample_cuts`, `num_soak_steps`, `heartbeat_timeout`,
-        `calibration_timeout`, `progress`: see :class:`CalibrationOptions`.
+        `calibration_timeout`, `progress`, `verify_on_load`, `world_size`: see :class:`CalibrationOptions`.
     :return: the profile, the same on every rank.
     :raises InvalidArgumentError: for an argument that can't be honoured.
     :raises BucketDoesNotFitError: if not even one example of some bucket fits.
@@ -155,30 +114,19 @@ def calibrate(
     :raises UnsupportedStrategyError: for a model that can't be calibrated this way.
     :raises RankFailedError: if another rank failed meanwhile.
     """
-    inner, wrapped = unwrap_dataset(dataset, sampler)
-    module = unwrap_model(model)
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-    if not isinstance(accumulate_grad_batches, int) or accumulate_grad_batches < 1:
-        raise InvalidArgumentError(
-            f"accumulate_grad_batches must be a whole number of at least 1, it is {accumulate_grad_batches!r}"
-        )
-    settings = {"strategy": type(model).__name__ if module is not model else "single", "precision": precision or "-"}
-    training = Training(
-        module=module,
-        step=LossStep(module, optimizers, training_step, scaler, accumulate_grad_batches),
-        collate=(lambda cuts: collate_fn(inner[cuts])) if collate_fn is not None else inner.__getitem__,
-        dataset=inner,
-        optimizers=optimizers,
-        schedulers=[]
-        if scheduler is None
-        else list(scheduler)
-        if isinstance(scheduler, (list, tuple))
-        else [scheduler],
-        scalers=_listed(scaler),
-        extras=[*extras, wrapped] if wrapped is not None else list(extras),
+    training = loop_training(
+        sampler,
+        dataset,
+        model=model,
+        optimizer=optimizer,
+        training_step=training_step,
         make_batch=make_batch,
         accumulate_grad_batches=accumulate_grad_batches,
-        settings=settings,
+        scheduler=scheduler,
+        scaler=scaler,
+        extras=extras,
+        precision=precision,
+        collate_fn=collate_fn,
     )
     return calibrate_training(
         sampler,
@@ -191,10 +139,6 @@ def calibrate(
             **options,
         ),
     )
-
-
-def _listed(value: Any) -> list[Any]:
-    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def calibrate_training(sampler: CalibratedBucketingSampler, training: Training, options: CalibrationOptions) -> Profile:
@@ -211,28 +155,30 @@ def calibrate_training(sampler: CalibratedBucketingSampler, training: Training, 
     ranks = current_ranks(
         heartbeat_timeout_s=options.heartbeat_timeout, calibration_timeout_s=options.calibration_timeout
     )
-    memory = backend_for(
-        training.device, memory_limit=options.memory_limit, resident=lambda: resident_tensors(training)
-    )
-    allocator = memory.prepare()
-    budget_bytes = ranks.minimum(_budget(memory, allocator, options))
-    if budget_bytes <= 0:
-        raise CalibrationError(
-            f"no memory is left to calibrate with: {format_bytes(max(0, memory.budget(1.0).free_bytes))} of "
-            f"{training.device} are free for this process; end what else runs on it, or lower the reserve"
-        )
-    job = _Job(
-        sampler=sampler,
-        training=training,
-        options=options,
-        memory=memory,
-        allocator=allocator,
-        budget_bytes=budget_bytes,
-        world_size=ranks.world_size,
-    )
+    job = _Job(sampler=sampler, training=training, options=options, ranks=ranks)
     profile = parse(ranks.first(lambda: job.run().encode()))
     sampler.apply(profile)
     return profile
+
+
+def verify_training(
+    sampler: CalibratedBucketingSampler,
+    training: Training,
+    options: CalibrationOptions,
+    profile: Profile,
+    *,
+    num_buckets: int = 2,
+) -> list[Check]:
+    """Run the tightest buckets of a profile again, one step each, in this process alone; nothing else changes.
+
+    :param sampler: with the profile's bins; its sizes don't matter.
+    :param num_buckets: how many buckets, those with the highest share of the budget first.
+    :raises ProfileMismatchError: if the sampler has other bins than the profile.
+    """
+    if sampler.bins is None:
+        raise InvalidArgumentError("sampler has no bins; make it with bucket_batch_size='auto' and the profile's bins")
+    check_profile_bins(profile.bins, sampler.bins)
+    return _Job(sampler=sampler, training=training, options=options, ranks=SingleRank()).verify(profile, num_buckets)
 
 
 class _Job:
@@ -244,28 +190,28 @@ class _Job:
         sampler: CalibratedBucketingSampler,
         training: Training,
         options: CalibrationOptions,
-        memory: MemoryBackend,
-        allocator: str,
-        budget_bytes: int,
-        world_size: int,
+        ranks: Ranks,
     ) -> None:
         self.sampler = sampler
         self.training = training
         self.options = options
-        self.memory = memory
-        self.allocator = allocator
-        self.budget_bytes = budget_bytes
-        self.world_size = world_size
+        self.memory = backend_for(
+            training.device, memory_limit=options.memory_limit, resident=lambda: resident_tensors(training)
+        )
+        self.allocator = self.memory.prepare()
+        self.budget_bytes = ranks.minimum(_budget(self.memory, self.allocator, options))
+        if self.budget_bytes <= 0:
+            raise CalibrationError(
+                f"no memory is left to calibrate with: {format_bytes(max(0, self.memory.budget(1.0).free_bytes))} of "
+                f"{training.device} are free for this process; end what else runs on it, or lower the reserve"
+            )
+        self.world_size = options.world_size or ranks.world_size
         self.store = ProfileStore(options.cache)
 
     def run(self) -> Profile:
-        training = self.training
-        # Batches are made before the trials begin, too: the dataset's own generators must not notice.
-        with alone(), leave_no_trace(torch.nn.Module(), extras=parts_of(training.dataset), parameters=False):
-            cuts = self.sampler.sample_cuts(self.options.num_sample_cuts)
-            worst_case = WorstCases(self.sampler, training, cuts)
+        with self._reading() as worst_case:
             fingerprint = self._fingerprint(worst_case)
-            profile = self._load(fingerprint)
+            profile = self._load(worst_case, fingerprint)
             if profile is not None:
                 return profile
             profile = self._measure(worst_case, fingerprint)
@@ -273,32 +219,64 @@ class _Job:
         _announce(profile, path)
         return profile
 
-    def _load(self, fingerprint: Fingerprint) -> Profile | None:
+    def verify(self, profile: Profile, num_buckets: int) -> list[Check]:
+        with self._reading() as worst_case:
+            return self._check(worst_case, profile, num_buckets)
+
+    @contextmanager
+    def _reading(self) -> Iterator[WorstCases]:
+        """Worst-case batches, from cuts read ahead. The dataset's own generators don't notice."""
+        dataset = self.training.dataset
+        with alone(), leave_no_trace(torch.nn.Module(), extras=parts_of(dataset), parameters=False):
+            yield WorstCases(self.sampler, self.training, self.sampler.sample_cuts(self.options.num_sample_cuts))
+
+    def _load(self, worst_case: WorstCases, fingerprint: Fingerprint) -> Profile | None:
         recalibrate = os.environ.get("OOMFIT_RECALIBRATE") or self.options.recalibrate
-        _check_choice("OOMFIT_RECALIBRATE", recalibrate)
+        check_recalibrate("OOMFIT_RECALIBRATE", recalibrate)
         if recalibrate == "always":
             logger.info("calibrating: asked to (recalibrate='always')")
             return None
         lookup = self.store.load(fingerprint)
-        if lookup.profile is None:
+        profile = lookup.profile or lookup.near
+        if profile is None:
             logger.info("calibrating: %s", lookup.reason)
             return None
-        if lookup.profile.budget_bytes > self.budget_bytes * 1.02:
+        if profile.budget_bytes > self.budget_bytes * 1.02:
             logger.info(
                 "calibrating: %s was measured with a budget of %s, now it is %s",
                 lookup.path,
-                format_bytes(lookup.profile.budget_bytes),
+                format_bytes(profile.budget_bytes),
                 format_bytes(self.budget_bytes),
             )
             return None
-        logger.info("batch sizes of %s buckets loaded from %s: 0 trial steps", len(lookup.profile.buckets), lookup.path)
-        return lookup.profile
+        checks: list[Check] = []
+        if lookup.profile is None or self.options.verify_on_load:
+            checks = self._check(worst_case, profile, _NUM_CHECKED)
+            failed = [str(check) for check in checks if not check.holds]
+            if failed:
+                logger.info("calibrating: the stored profile no longer holds: %s", "; ".join(failed))
+                return None
+        if lookup.profile is None:
+            logger.info("%s, and holds here too", lookup.reason)
+            profile = replace(profile, fingerprint=fingerprint, versions=_versions())
+            self.store.save(profile)
+        logger.info(
+            "batch sizes of %s buckets loaded from %s: %s trial steps", len(profile.buckets), lookup.path, len(checks)
+        )
+        return profile
 
-    def _measure(self, worst_case: WorstCases, fingerprint: Fingerprint) -> Profile:
-        training, memory, options = self.training, self.memory, self.options
+    def _check(self, worst_case: WorstCases, profile: Profile, num_buckets: int) -> list[Check]:
+        labels = [shape_label(shape) for shape in worst_case.shapes]
+        with self._trials(worst_case) as runner:
+            return check_tightest(profile, runner, self.memory, labels=labels, num_buckets=num_buckets)
+
+    @contextmanager
+    def _trials(self, worst_case: WorstCases) -> Iterator[TrialRunner]:
+        """Runs training steps as training will run them: optimizer state is there, gradients too where they live on.
+        Afterwards everything is as before."""
+        training, memory = self.training, self.memory
         wake = not all(optimizer.state for optimizer in training.optimizers)
         keep_gradients = training.accumulate_grad_batches > 1
-        labels = [shape_label(shape) for shape in worst_case.shapes]
         with leave_no_trace(
             training.module,
             training.optimizers,
@@ -320,25 +298,29 @@ class _Job:
                 for parameter in training.module.parameters():
                     if parameter.requires_grad:
                         parameter.grad = torch.zeros_like(parameter)
-            runner = TrialRunner(
+            yield TrialRunner(
                 step=training.step, memory=memory, make_batch=worst_case.make, keep_gradients=keep_gradients
             )
-            num_soak_steps = options.num_soak_steps
-            if num_soak_steps is None:
-                num_soak_steps = 2 * len(labels)
-            with show_progress(labels, options.progress) as on_trial:
-                measurement = measure_sizes(
-                    worst_case.shapes,
-                    runner=runner,
-                    memory=memory,
-                    budget_bytes=self.budget_bytes,
-                    gradient_bytes=gradient_bytes(training.module),
-                    headroom_bytes=memory.budget(1.0).bytes - self.budget_bytes,
-                    max_size=options.max_batch_size or _MAX_SIZE,
-                    num_soak_steps=num_soak_steps if memory.name == "cuda" else 0,
-                    on_trial=on_trial,
-                )
         memory.release()
+
+    def _measure(self, worst_case: WorstCases, fingerprint: Fingerprint) -> Profile:
+        memory, options = self.memory, self.options
+        labels = [shape_label(shape) for shape in worst_case.shapes]
+        num_soak_steps = options.num_soak_steps
+        if num_soak_steps is None:
+            num_soak_steps = 2 * len(labels)
+        with self._trials(worst_case) as runner, show_progress(labels, options.progress) as on_trial:
+            measurement = measure_sizes(
+                worst_case.shapes,
+                runner=runner,
+                memory=memory,
+                budget_bytes=self.budget_bytes,
+                gradient_bytes=gradient_bytes(self.training.module),
+                headroom_bytes=memory.budget(1.0).bytes - self.budget_bytes,
+                max_size=options.max_batch_size or _MAX_SIZE,
+                num_soak_steps=num_soak_steps if memory.name == "cuda" else 0,
+                on_trial=on_trial,
+            )
         refuse_unfit(measurement, labels, worst_case.shapes, budget_bytes=self.budget_bytes, unit="s")
         return self._profile(measurement, worst_case, fingerprint)
 
@@ -409,11 +391,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _check_choice(name: str, value: str) -> None:
-    if value not in ("auto", "always"):
-        raise InvalidArgumentError(f"{name} must be 'auto' or 'always', it is {value!r}")
 
 
 def _announce(profile: Profile, path: Path | None) -> None:

@@ -19,6 +19,7 @@ __all__ = [
     "Training",
     "check_loss",
     "gradient_bytes",
+    "loop_training",
     "parts_of",
     "resident_tensors",
     "unwrap_dataset",
@@ -101,6 +102,52 @@ class LossStep:
         self._module.zero_grad(set_to_none=True)
         for optimizer in self._optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+
+def loop_training(
+    sampler: Any,
+    dataset: Any,
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    training_step: Callable[[Any, Any], torch.Tensor],
+    make_batch: MakeBatch | None = None,
+    accumulate_grad_batches: int = 1,
+    scheduler: Any = None,
+    scaler: Any = None,
+    extras: Sequence[Any] = (),
+    precision: str = "",
+    collate_fn: Callable[[Any], Any] | None = None,
+) -> Training:
+    """A plain PyTorch loop as a :class:`Training`; see :func:`lhotse_oomfit.calibrate` for the parameters.
+
+    :raises InvalidArgumentError: for an argument that can't be honoured.
+    :raises UnsupportedStrategyError: for a model that can't be calibrated.
+    """
+    inner, wrapped = unwrap_dataset(dataset, sampler)
+    module = unwrap_model(model)
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if not isinstance(accumulate_grad_batches, int) or accumulate_grad_batches < 1:
+        raise InvalidArgumentError(
+            f"accumulate_grad_batches must be a whole number of at least 1, it is {accumulate_grad_batches!r}"
+        )
+    return Training(
+        module=module,
+        step=LossStep(module, optimizers, training_step, scaler, accumulate_grad_batches),
+        collate=(lambda cuts: collate_fn(inner[cuts])) if collate_fn is not None else inner.__getitem__,
+        dataset=inner,
+        optimizers=optimizers,
+        schedulers=_listed(scheduler),
+        scalers=_listed(scaler),
+        extras=[*extras, wrapped] if wrapped is not None else list(extras),
+        make_batch=make_batch,
+        accumulate_grad_batches=accumulate_grad_batches,
+        settings={"strategy": type(model).__name__ if module is not model else "single", "precision": precision or "-"},
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:

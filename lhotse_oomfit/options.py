@@ -1,0 +1,78 @@
+"""How to calibrate, in one validated value; the CLI, the configuration and every entry point share it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+from lhotse_oomfit.errors import InvalidArgumentError
+
+__all__ = ["CalibrationOptions", "check_recalibrate"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """How to calibrate; each of these is a keyword argument of :func:`calibrate` as well.
+
+    :param memory_fraction: share of the device's memory that a training step may take, over 0 and at most 1.
+    :param memory_limit: bytes or a string such as ``"600MiB"``: what the device counts as having. Needed on a CPU.
+    :param reserve: bytes or a string: kept out of the budget for memory that appears only later, such as an EMA copy
+        of the parameters made at its first step.
+    :param cache: where the profile is kept: None for the user's cache directory (or ``$OOMFIT_CACHE_DIR``), a path
+        ending in ``.yaml`` for that file, another path for that directory, False to keep nothing.
+    :param recalibrate: ``"auto"`` measures when no profile matches; ``"always"`` measures; the environment variable
+        ``OOMFIT_RECALIBRATE`` overrides it.
+    :param verify_on_load: whether a profile that was loaded is used only if its two tightest buckets still train inside
+        the budget, which takes two steps.
+    :param max_batch_size: no bucket gets a larger size.
+    :param num_sample_cuts: how many cuts are read ahead to choose a template and to see how many tokens occur.
+    :param num_soak_steps: steps of the closing soak on a CUDA card; None for two per bucket.
+    :param heartbeat_timeout: seconds of silence after which another rank counts as dead.
+    :param calibration_timeout: seconds that ranks wait for the measuring one in all.
+    :param progress: whether to show a progress bar; None to show one at a terminal.
+    :param world_size: how many ranks the job has that the profile is for; None for those of this process. Only
+        whether there are several counts.
+    :raises InvalidArgumentError: for a value out of its range.
+    """
+
+    memory_fraction: float = 0.9
+    memory_limit: str | int | None = None
+    reserve: str | int | None = None
+    cache: str | os.PathLike[str] | Literal[False] | None = None
+    recalibrate: Literal["auto", "always"] = "auto"
+    verify_on_load: bool = False
+    max_batch_size: int | None = None
+    num_sample_cuts: int = 1000
+    num_soak_steps: int | None = None
+    heartbeat_timeout: float = 60.0
+    calibration_timeout: float = 7200.0
+    progress: bool | None = None
+    world_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise InvalidArgumentError(
+                f"memory_fraction must lie above 0 and at most at 1, it is {self.memory_fraction!r}; pass for instance "
+                f"0.9"
+            )
+        check_recalibrate("recalibrate", self.recalibrate)
+        for name in ("max_batch_size", "num_sample_cuts", "world_size"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise InvalidArgumentError(f"{name} must be a whole number of at least 1, it is {value!r}")
+        if self.num_soak_steps is not None and self.num_soak_steps < 0:
+            raise InvalidArgumentError(f"num_soak_steps must be at least 0, it is {self.num_soak_steps!r}")
+        for name in ("heartbeat_timeout", "calibration_timeout"):
+            if not getattr(self, name) > 0:
+                raise InvalidArgumentError(f"{name} must be seconds above 0, it is {getattr(self, name)!r}")
+
+
+def check_recalibrate(name: str, value: str) -> None:
+    """Refuse what is no way to recalibrate.
+
+    :param name: where the value comes from, for the error.
+    :raises InvalidArgumentError: for another value than ``"auto"`` and ``"always"``.
+    """
+    if value not in ("auto", "always"):
+        raise InvalidArgumentError(f"{name} must be 'auto' or 'always', it is {value!r}")
