@@ -483,3 +483,7 @@ class EpochSampler(DynamicBucketingSampler):
             return dict(state) if isinstance(state, dict) else state
         finally:
             self.__dict__.update(live)
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self._shared.share_memory_()  # a plain copy isn't

@@ -42,7 +42,7 @@ def _nodes(source: Any) -> Iterator[Any]:
 
 def _is_source(value: Any) -> bool:
     return isinstance(value, CutSet) or (
-        type(value).__module__.startswith("lhotse.") and hasattr(value, "__iter__") and hasattr(value, "__dict__")
+        type(value).__module__.startswith("lhotse.") and hasattr(type(value), "__iter__") and hasattr(value, "__dict__")
     )
 
 

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +183,7 @@ def test_persistent_workers_follow_set_epoch_and_restart_after_a_break() -> None
 
 
 def test_persistent_workers_take_over_new_sizes_with_the_next_epoch() -> None:
-    sampler = make()
+    sampler = deepcopy(make())
     loader = iterable_style(sampler, 1, persistent_workers=True)
     assert max(len(names) for _, names in loader) > 1
     sampler.apply([1, 1, 1, 1])
