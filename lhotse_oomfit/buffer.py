@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
 import numpy as np
@@ -254,13 +255,7 @@ class BucketBuffer:
             k, size = step[0][0], int(fixed.sizes[step[0][0]])
             together = [item for _, batch in step for item in batch]
             pool += [(k, together[i : i + size]) for i in range(0, len(together), size)]
-        missing = -len(pool) % self.world_size
-        for _ in range(missing):
-            largest = max(range(len(pool)), key=lambda i: len(pool[i][1]))
-            k, batch = pool[largest]
-            if len(batch) == 1:
-                break
-            pool[largest : largest + 1] = [(k, part) for part in _parts(batch, 2)]
+        _halve_largest(pool, -len(pool) % self.world_size)
         pool.sort(key=lambda entry: entry[0])
         steps = own + [pool[i : i + self.world_size] for i in range(0, len(pool), self.world_size)]
         short = [step for step in steps if len(step) < self.world_size]
@@ -298,6 +293,22 @@ def _split(chunk: Chunk, num: int) -> tuple[Chunk, Chunk]:
         Chunk(chunk.items[:num], chunk.buckets[:num], None if lengths is None else lengths[:num]),
         Chunk(chunk.items[num:], chunk.buckets[num:], None if lengths is None else lengths[num:]),
     )
+
+
+def _halve_largest(pool: Step, num: int) -> None:
+    """Halve the largest batch, ``num`` times or as long as one holds more than one example."""
+    largest = [(-len(batch), i) for i, (_, batch) in enumerate(pool)]
+    heapify(largest)
+    for _ in range(num if largest else 0):
+        size, i = heappop(largest)
+        if size == -1:
+            break
+        k, batch = pool[i]
+        first, second = _parts(batch, 2)
+        pool[i] = (k, first)
+        pool.append((k, second))
+        heappush(largest, (-len(first), i))
+        heappush(largest, (-len(second), len(pool) - 1))
 
 
 def _parts(batch: Batch, num: int) -> list[Batch]:
