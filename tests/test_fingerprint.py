@@ -396,7 +396,7 @@ def test_several_optimizers_are_told_apart() -> None:
 
 
 def test_the_environment_names_versions_allocator_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     before = Fingerprint(fields=environment_fields())
     assert before.fields["torch"] == torch.__version__
