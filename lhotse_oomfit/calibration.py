@@ -149,33 +149,7 @@ def measure_sizes(
         max_size=max_size,
     )
     book = _Book(search, len(shapes))
-    is_clean = False  # whether the allocator holds nothing but what is in use when a trial begins
-    overhead: float | None = None  # reserved over allocated bytes, by a clean trial near the budget
-    while (probe := search.ask()) is not None:
-        # Giving the allocator's cache back takes longer than most trials, so it is kept while it is no hindrance.
-        if overhead is None and probe.purpose == "verify" and not is_clean:
-            memory.release()
-            is_clean = True
-        trial = runner.run(probe.bucket, probe.size, release=False)
-        usage = trial.usage
-        book.enter(trial)
-        if trial.status != "fits":
-            search.tell(probe, peak_bytes=None)
-            is_clean = True  # the runner frees everything after a failure
-        else:
-            if is_clean and usage.allocated_bytes > budget_bytes // 2:
-                overhead = max(overhead or 1.0, usage.reserved_bytes / usage.allocated_bytes)
-            charged_bytes = usage.reserved_bytes if is_clean else round(usage.allocated_bytes * (overhead or 1.0))
-            if usage.num_retries:
-                # The allocator had to throw its cache away: the card is full, whatever the peak says.
-                charged_bytes = 2 * budget_bytes
-            search.tell(probe, peak_bytes=usage.allocated_bytes, charged_bytes=charged_bytes)
-            is_clean = usage.reserved_bytes > budget_bytes
-            if is_clean:
-                memory.release()
-        if on_trial is not None:
-            on_trial(trial, book.bucket(probe.bucket, search.largest_fit(probe.bucket)))
-    memory.release()
+    _search(search, runner, memory, book, on_trial)
     num_trials = book.num_trials
     if num_soak_steps and all(search.sizes):
         _soak(search, runner, memory, budget_bytes, num_soak_steps, book, on_trial)
@@ -187,6 +161,47 @@ def measure_sizes(
         num_retries=book.num_retries,
         search_s=time.monotonic() - started,
     )
+
+
+def _search(
+    search: Search,
+    runner: TrialRunner,
+    memory: MemoryBackend,
+    book: _Book,
+    on_trial: Callable[[Trial, MeasuredBucket], None] | None,
+) -> None:
+    """Run what the search asks for until it is settled.
+
+    Giving the allocator's cache back takes longer than most trials, so it is kept while it is no hindrance. What a
+    trial makes the allocator reserve can only be read where it began without a cache; the ratio to what was allocated
+    there stands for the trials that follow.
+    """
+    starts_clean = False
+    overhead: float | None = None
+    while (probe := search.ask()) is not None:
+        if overhead is None and probe.purpose == "verify" and not starts_clean:
+            memory.release()
+            starts_clean = True
+        trial = runner.run(probe.bucket, probe.size, release=False)
+        book.enter(trial)
+        if trial.status != "fits":
+            search.tell(probe, peak_bytes=None)
+            starts_clean = True  # the runner frees everything after a failure
+        else:
+            peak_bytes, reserved_bytes = trial.usage.allocated_bytes, trial.usage.reserved_bytes
+            if starts_clean and peak_bytes > search.budget_bytes // 2:
+                overhead = max(overhead or 1.0, reserved_bytes / peak_bytes)
+            charged_bytes = reserved_bytes if starts_clean else round(peak_bytes * (overhead or 1.0))
+            if trial.usage.num_retries:
+                # The allocator had to throw its cache away: the card is full, whatever the peak says.
+                charged_bytes = 2 * search.budget_bytes
+            search.tell(probe, peak_bytes=peak_bytes, charged_bytes=charged_bytes)
+            starts_clean = reserved_bytes > search.budget_bytes
+            if starts_clean:
+                memory.release()
+        if on_trial is not None:
+            on_trial(trial, book.bucket(probe.bucket, search.largest_fit(probe.bucket)))
+    memory.release()
 
 
 def _soak(
