@@ -1,44 +1,36 @@
-"""The ``oomfit`` command: look at profiles, compare them, move them. Nothing here imports torch."""
+"""The ``oomfit`` command. Its group, and the commands that look at profiles, compare them and move them; nothing here
+imports torch. The commands that need data or a training are in modules of their own."""
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
-import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import click
 
 from lhotse_oomfit import __version__
+from lhotse_oomfit.bins_command import bins_command
 from lhotse_oomfit.errors import OomfitError, ProfileError
-from lhotse_oomfit.profile import Profile
-from lhotse_oomfit.store import Entry, ProfileStore, read_profile
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from lhotse_oomfit.store import Entry, ProfileStore
+from lhotse_oomfit.terminal import (
+    DIFFERENT,
+    EPILOG,
+    FAILED,
+    UNREADABLE,
+    echo,
+    echo_json,
+    fail,
+    find_path,
+    find_profile,
+    json_option,
+    settings_line,
+    width,
+)
+from lhotse_oomfit.training_commands import calibrate_command, doctor_command, verify_command
 
 __all__ = ["main"]
-
-DIFFERENT, USAGE, NOT_FOUND, UNREADABLE, FAILED = 1, 2, 3, 4, 5
-
-_EPILOG = """\b
-Exit codes:
-  0  it worked (diff: the same sizes and the same fingerprint)
-  1  diff: the profiles differ; clear: not confirmed
-  2  wrong usage
-  3  there's no such profile
-  4  a file that holds no usable profile
-  5  something else failed: a file that can't be written or deleted, a missing extra
-"""
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    """End with one line on standard error."""
-    click.echo(f"oomfit: {' '.join(message.split())}", err=True)
-    sys.exit(code)
 
 
 class _Group(click.Group):
@@ -48,17 +40,17 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except ProfileError as error:
-            _fail(str(error), UNREADABLE)
+            fail(str(error), UNREADABLE)
         except OomfitError as error:
-            _fail(str(error), FAILED)
+            fail(str(error), FAILED)
         except BrokenPipeError:  # the reader of a pipe has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
         except OSError as error:
-            _fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), FAILED)
+            fail(f"{error.strerror or error}: {error.filename}" if error.filename else str(error), FAILED)
 
 
-@click.group(cls=_Group, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Group, epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="oomfit", message="%(prog)s %(version)s")
 @click.option(
     "--cache",
@@ -67,7 +59,7 @@ class _Group(click.Group):
 )
 @click.pass_context
 def main(ctx: click.Context, cache: Path | None) -> None:
-    """Batch sizes per length bucket, measured by lhotse-oomfit: show, compare and move profiles.
+    """Batch sizes per length bucket, measured by lhotse-oomfit: find, show, compare and move them.
 
     PROFILE is the path of a YAML file, "latest" (the latest in the cache), or the first characters of a name that
     "oomfit list" prints.
@@ -75,28 +67,24 @@ def main(ctx: click.Context, cache: Path | None) -> None:
     ctx.obj = ProfileStore(cache)
 
 
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
-@main.command(epilog=_EPILOG)
+@main.command(epilog=EPILOG)
 @click.argument("profile", default="latest")
 @click.option("--why", is_flag=True, help="Print what the profile was measured for: every field that must match.")
-@_json
+@json_option
 @click.pass_obj
 def show(store: ProfileStore, profile: str, why: bool, as_json: bool) -> None:
     """Show a profile as a table. Without PROFILE: the latest in the cache."""
-    path, found = _find(store, profile)
+    path, found = find_profile(store, profile)
     if as_json:
-        _echo_json({"path": str(path), **found.as_dict()})
+        echo_json({"path": str(path), **found.as_dict()})
         return
     from lhotse_oomfit.report import fields_table, profile_table
 
-    width = _width()
     click.echo(f"{path} (measured {found.created})")
-    _echo(profile_table(found, width=width))
+    echo(profile_table(found, width=width()))
     if why:
         click.echo("\nUsed again only where all of this is the same:")
-        _echo(fields_table(found.fingerprint.fields))
+        echo(fields_table(found.fingerprint.fields))
     else:
         device = found.fingerprint.fields.get("device")
         click.echo(
@@ -104,14 +92,14 @@ def show(store: ProfileStore, profile: str, why: bool, as_json: bool) -> None:
         )
 
 
-@main.command("list", epilog=_EPILOG)
-@_json
+@main.command("list", epilog=EPILOG)
+@json_option
 @click.pass_obj
 def list_(store: ProfileStore, as_json: bool) -> None:
     """List the profiles in the cache, the latest first."""
     entries = store.entries()
     if as_json:
-        _echo_json([_entry(entry) for entry in entries])
+        echo_json([_entry(entry) for entry in entries])
         return
     if not entries:
         click.echo(f"no profiles in {store.directory}")
@@ -119,20 +107,20 @@ def list_(store: ProfileStore, as_json: bool) -> None:
     from lhotse_oomfit.report import entries_table
 
     click.echo(f"profiles in {store.directory}")
-    _echo(entries_table([(entry.path.stem, entry.profile, _short(entry)) for entry in entries], width=_width()))
+    echo(entries_table([(entry.path.stem, entry.profile, _short(entry)) for entry in entries], width=width()))
 
 
-@main.command(epilog=_EPILOG)
+@main.command(epilog=EPILOG)
 @click.argument("a")
 @click.argument("b")
-@_json
+@json_option
 @click.pass_obj
 def diff(store: ProfileStore, a: str, b: str, as_json: bool) -> None:
     """Compare two profiles side by side.
 
     Sizes bucket by bucket, and what the profiles were measured for where that differs.
     """
-    (path_a, left), (path_b, right) = _find(store, a), _find(store, b)
+    (path_a, left), (path_b, right) = find_profile(store, a), find_profile(store, b)
     from lhotse_oomfit.report import diff_fields, diff_sizes, diff_tables
 
     sizes, fields = diff_sizes(left, right), diff_fields(left, right)
@@ -140,16 +128,16 @@ def diff(store: ProfileStore, a: str, b: str, as_json: bool) -> None:
     if as_json:
         rows = [{"bucket": label, "a": x, "b": y} for label, x, y in sizes]
         changed = {name: {"a": x, "b": y} for name, x, y in fields}
-        _echo_json({"a": str(path_a), "b": str(path_b), "same": same, "sizes": rows, "fingerprint": changed})
+        echo_json({"a": str(path_a), "b": str(path_b), "same": same, "sizes": rows, "fingerprint": changed})
     else:
         click.echo(f"a: {path_a} (measured {left.created})\nb: {path_b} (measured {right.created})")
         for table in diff_tables(sizes, fields):
-            _echo(table)
+            echo(table)
     if not same:
         sys.exit(DIFFERENT)
 
 
-@main.command(epilog=_EPILOG)
+@main.command(epilog=EPILOG)
 @click.argument("profile")
 @click.option(
     "--format",
@@ -160,34 +148,35 @@ def diff(store: ProfileStore, a: str, b: str, as_json: bool) -> None:
     help="nemo: overrides for a NeMo training script. hydra: overrides that may add keys, below --prefix. "
     "lhotse: arguments for CalibratedBucketingSampler. json: the same settings as JSON.",
 )
+@click.option("--merge", is_flag=True, help="Make neighbouring buckets of one size a single bucket (1D only).")
 @click.option("--prefix", help="Where the settings live [default: model.train_ds; hydra: train_ds].")
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @click.pass_obj
-def export(store: ProfileStore, profile: str, style: str, prefix: str | None, as_json: bool) -> None:
+def export(store: ProfileStore, profile: str, style: str, merge: bool, prefix: str | None, as_json: bool) -> None:
     """Print a profile's bins and sizes as one line to paste."""
-    _, found = _find(store, profile)
+    _, found = find_profile(store, profile)
     style = "json" if as_json else style
     if prefix is not None and style in {"lhotse", "json"}:
         raise click.UsageError(f"--prefix has no meaning with --format {style}; leave it out")
-    settings = found.train_ds()
-    if style == "json":
-        click.echo(json.dumps(settings))
-    elif style == "lhotse":
-        names = {"bucket_duration_bins": "duration_bins", "bucketing_2d_strict_mode": "strict_2d"}
-        click.echo(", ".join(f"{names.get(key, key)}={value!r}" for key, value in settings.items()))
-    else:
-        if style == "nemo":
-            settings = {"use_bucketing": True, **settings}
-        where = prefix or ("model.train_ds" if style == "nemo" else "train_ds")
-        mark = "++" if style == "hydra" else ""
-        values = {key: json.dumps(value, separators=(",", ":")) for key, value in settings.items()}
-        click.echo(" ".join(shlex.quote(f"{mark}{where}.{key}={value}") for key, value in values.items()))
+    if merge and found.bins.is_2d:
+        raise click.UsageError("--merge is for 1D buckets, this profile's are 2D; leave it out")
+    settings = _merged(found.train_ds()) if merge else found.train_ds()
+    click.echo(settings_line(settings, style, prefix))
 
 
-@main.command(epilog=_EPILOG)
+def _merged(settings: dict[str, Any]) -> dict[str, Any]:
+    """Neighbouring 1D buckets of one size (and one limit of tokens) as one bucket, up to the last one's edge."""
+    lists = {key: value for key, value in settings.items() if isinstance(value, list)}
+    edges = lists.pop("bucket_duration_bins")
+    rows = list(zip(*lists.values(), strict=True))
+    kept = [k for k in range(len(edges)) if k + 1 == len(edges) or rows[k] != rows[k + 1]]
+    return {key: [value[k] for k in kept] if isinstance(value, list) else value for key, value in settings.items()}
+
+
+@main.command(epilog=EPILOG)
 @click.argument("profile", required=False)
 @click.option("--yes", is_flag=True, help="Don't ask.")
-@_json
+@json_option
 @click.pass_obj
 def clear(store: ProfileStore, profile: str | None, yes: bool, as_json: bool) -> None:
     """Delete PROFILE, or every profile in the cache.
@@ -197,7 +186,7 @@ def clear(store: ProfileStore, profile: str | None, yes: bool, as_json: bool) ->
     if as_json and not yes:
         raise click.UsageError("--json can't ask before it deletes; pass --yes too")
     if profile is not None:
-        paths = [_path(store, profile)]
+        paths = [find_path(store, profile)]
         if not yes:
             click.confirm(f"delete {paths[0]}?", abort=True, err=True)
         paths[0].unlink()
@@ -207,12 +196,12 @@ def clear(store: ProfileStore, profile: str | None, yes: bool, as_json: bool) ->
             click.confirm(f"delete {len(entries)} profiles in {store.directory}?", abort=True, err=True)
         paths = store.clear()
     if as_json:
-        _echo_json({"removed": [str(path) for path in paths]})
+        echo_json({"removed": [str(path) for path in paths]})
     else:
         click.echo(f"deleted {len(paths)} profile{'' if len(paths) == 1 else 's'}")
 
 
-@main.command(epilog=_EPILOG)
+@main.command(epilog=EPILOG)
 @click.argument("profile")
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help=".svg, .png or .html"
@@ -222,7 +211,7 @@ def clear(store: ProfileStore, profile: str | None, yes: bool, as_json: bool) ->
     type=click.Choice(["light", "dark", "auto"]),
     help="Colours [default: light; html: auto, which follows the reader's setting].",
 )
-@_json
+@json_option
 @click.pass_obj
 def plot(store: ProfileStore, profile: str, output: Path, style: str | None, as_json: bool) -> None:
     """Plot a profile (needs the extra "plot").
@@ -234,44 +223,16 @@ def plot(store: ProfileStore, profile: str, output: Path, style: str | None, as_
         raise click.UsageError(f"--output must end in .svg, .png or .html, is {output}; rename it")
     if style == "auto" and kind != "html":
         raise click.UsageError(f"--style auto needs an .html output, is {output}; choose light or dark")
-    _, found = _find(store, profile)
+    _, found = find_profile(store, profile)
     try:
         from lhotse_oomfit.plots import save_plot
     except ImportError as error:
-        _fail(f"plot needs matplotlib, which isn't installed ({error}); pip install 'lhotse-oomfit[plot]'", FAILED)
+        fail(f"plot needs matplotlib, which isn't installed ({error}); pip install 'lhotse-oomfit[plot]'", FAILED)
     save_plot(found, output, style=style or ("auto" if kind == "html" else "light"))
     if as_json:
-        _echo_json({"written": str(output)})
+        echo_json({"written": str(output)})
     else:
         click.echo(f"wrote {output}")
-
-
-def _path(store: ProfileStore, name: str) -> Path:
-    """The file that a PROFILE argument means."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        _fail(f"{name} is a directory, a profile is a YAML file; name the file, or pass --cache {name}", NOT_FOUND)
-    if path.exists() or path.suffix.lower() in {".yaml", ".yml"} or os.sep in name:
-        if not path.exists():
-            _fail(f"there's no profile {name}; 'oomfit list' names those in the cache", NOT_FOUND)
-        return path
-    entries = store.entries()
-    if name == "latest":
-        usable = [entry for entry in entries if entry.profile is not None]
-        if not usable:
-            _fail(f"there's no profile in {store.directory}; calibrate first, or name a file", NOT_FOUND)
-        return usable[0].path
-    matching = [entry.path for entry in entries if entry.path.stem.startswith(name)]
-    if not matching:
-        _fail(f"there's no profile {name}, neither here nor in {store.directory}; see 'oomfit list'", NOT_FOUND)
-    if len(matching) > 1:
-        _fail(f"{len(matching)} profiles in {store.directory} start with {name}; give more characters", NOT_FOUND)
-    return matching[0]
-
-
-def _find(store: ProfileStore, name: str) -> tuple[Path, Profile]:
-    path = _path(store, name)
-    return path, read_profile(path)
 
 
 def _entry(entry: Entry) -> dict[str, Any]:
@@ -289,22 +250,5 @@ def _short(entry: Entry) -> str | None:
     return entry.error.removeprefix(f"profile {entry.path}").lstrip(",: ").split(";")[0]
 
 
-def _width() -> int:
-    return shutil.get_terminal_size((80, 24)).columns
-
-
-def _echo(part: RenderableType) -> None:
-    """Print a table; into a pipe or file without the blanks that fill its lines."""
-    from rich.console import Console
-
-    console = Console(width=_width(), highlight=False)
-    if console.is_terminal:
-        console.print(part)
-        return
-    with console.capture() as capture:
-        console.print(part)
-    click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
-
-
-def _echo_json(value: Any) -> None:
-    click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+for _command in (bins_command, calibrate_command, verify_command, doctor_command):
+    main.add_command(_command)

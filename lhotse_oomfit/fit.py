@@ -221,6 +221,12 @@ class _Job:
 
     def verify(self, profile: Profile, num_buckets: int) -> list[Check]:
         with self._reading() as worst_case:
+            differences = profile.fingerprint.differences(self._fingerprint(worst_case))
+            if differences:
+                logger.warning(
+                    "the profile was measured for something else, its sizes are tried all the same: %s",
+                    "; ".join(differences),
+                )
             return self._check(worst_case, profile, num_buckets)
 
     @contextmanager

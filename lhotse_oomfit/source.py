@@ -12,7 +12,7 @@ from typing import Any
 
 from lhotse import CutSet
 
-__all__ = ["counters", "inexact_because", "restore_counters", "sequential", "undisturbed"]
+__all__ = ["counters", "endless", "inexact_because", "restore_counters", "sequential", "undisturbed"]
 
 # Attributes in which Lhotse 1.33 counts iterations: lhotse/lazy.py, lhotse/shar/readers/lazy.py, lhotse/cut/set.py.
 _COUNTERS = ("epoch", "num_iters", "num_times_iterated")
@@ -95,6 +95,16 @@ def sequential(sources: Iterable[Any]) -> bool:
     """Whether reading the sources again means reading archives (tar, Shar) from their start."""
     return any(
         "Shar" in type(node).__name__ or "Webdataset" in type(node).__name__
+        for source in sources
+        for node in _nodes(source)
+    )
+
+
+def endless(sources: Iterable[Any]) -> bool:
+    """Whether some source never ends: repeated without a number of times, or an infinite multiplexer."""
+    return any(
+        "Infinite" in type(node).__name__
+        or (type(node).__name__ == "LazyRepeater" and vars(node).get("times", 1) is None)
         for source in sources
         for node in _nodes(source)
     )
