@@ -87,7 +87,7 @@ def _yaml(text: str, name: str) -> Any:
         raise InvalidArgumentError(f"{name} isn't YAML: {' '.join(str(error).split())}") from None
 
 
-def _config(path: Path) -> list[Source]:
+def _config(path: Path, depth: int = _MAX_GROUPS) -> list[Source]:
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -96,7 +96,7 @@ def _config(path: Path) -> list[Source]:
     for key in ("model", "train_ds"):
         if isinstance(root, Mapping) and key in root:
             root = root[key]
-    return _entries([root] if isinstance(root, Mapping) else root, 1.0, str(path), _MAX_GROUPS)
+    return _entries([root] if isinstance(root, Mapping) else root, 1.0, str(path), depth)
 
 
 def _entries(entries: Any, scale: float, where: str, depth: int) -> list[Source]:
@@ -121,7 +121,7 @@ def _entries(entries: Any, scale: float, where: str, depth: int) -> list[Source]
         inner = entry.get("input_cfg")
         if inner is not None:
             if isinstance(inner, str):
-                leaves = _config(Path(_plain(inner, where)))
+                leaves = _config(Path(_plain(inner, where)), depth - 1)
             else:
                 leaves = _entries(inner, 1.0, where, depth - 1)
         else:

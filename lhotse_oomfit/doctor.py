@@ -201,7 +201,7 @@ def check_training(
 ) -> list[Finding]:
     """The sampler's buffer, its source, and the trainer's arguments where there is one.
 
-    :param trainer: the arguments of Lightning's Trainer; None for a plain loop.
+    :param trainer: the arguments of Lightning's Trainer; None for a plain loop, or where they aren't known.
     :param world_size: ranks of the job: with map-style data each draws the batches of all.
     """
     return [*_trainer(trainer), *_source(sampler, trainer), *_buffer(sampler, store, world_size)]
@@ -223,12 +223,12 @@ def _source(sampler: Any, trainer: Mapping[str, Any] | None) -> Iterator[Finding
         trainer.get("max_steps", -1) not in (-1, None) or trainer.get("limit_train_batches") is not None
     )
     if endless(sampler.cuts) and not limited:
+        known = trainer is not None
         yield Finding(
-            what="the data is infinite" + (" and the Trainer has no max_steps" if trainer is not None else ""),
-            why="an epoch never ends, and neither does training"
-            + ("" if trainer is not None else ", unless your loop counts its steps"),
-            remedy="Trainer(max_steps=..., limit_train_batches=...)" if trainer is not None else "count steps",
-            hurts=trainer is not None,
+            what="the data is infinite" + (" and the Trainer has no max_steps" if known else ""),
+            why="an epoch never ends, and neither does training" + ("" if known else ", unless it counts its steps"),
+            remedy="Trainer(max_steps=..., limit_train_batches=...)" if known else "limit the number of steps",
+            hurts=known,
         )
     reason = inexact_because(sampler.cuts)
     if reason is not None:

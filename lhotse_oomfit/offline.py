@@ -7,6 +7,7 @@ trained. What the job's other ranks cost is added: DistributedDataParallel's red
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -118,6 +119,8 @@ def _use_lightning(parts: Mapping[str, Any], use: Use[T], options: CalibrationOp
     """Let a trainer of one process set everything up; the callback's call of `calibrate_training` becomes `use`."""
     from lhotse_oomfit import lightning
 
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # what it says is about a training that doesn't happen
     callback_module: Any = lightning
     pl = callback_module.pl
     results: list[T] = []
@@ -134,7 +137,7 @@ def _use_lightning(parts: Mapping[str, Any], use: Use[T], options: CalibrationOp
 
     finder = callback_module.BucketBatchSizeFinder(make_batch=parts["make_batch"])
     finder.options = options
-    given = dict(parts["trainer"] or {})
+    given = {"max_epochs": 1, **(parts["trainer"] or {})}
     others = [c for c in given.pop("callbacks", None) or [] if not isinstance(c, type(finder))]
     fixed = {
         "devices": 1,
@@ -172,7 +175,7 @@ def _use_lightning(parts: Mapping[str, Any], use: Use[T], options: CalibrationOp
 
 
 def describe(made: Any) -> tuple[Any, Mapping[str, Any] | None]:
-    """The sampler of what the user's function made, and the Trainer's arguments where it is Lightning's.
+    """The sampler of what the user's function made, and the Trainer's arguments where it gave some.
 
     A datamodule is set up and asked for its training DataLoader; nothing is measured.
 
@@ -193,4 +196,4 @@ def describe(made: Any) -> tuple[Any, Mapping[str, Any] | None]:
     sampler = find_sampler(data)
     if sampler is None:
         raise InvalidArgumentError("the training DataLoader has no CalibratedBucketingSampler")
-    return sampler, dict(parts["trainer"] or {})
+    return sampler, parts["trainer"]
