@@ -174,6 +174,21 @@ def test_export_json_is_one_line(tmp_path: Path, cache: ProfileStore) -> None:
     assert oomfit("export", path, "--format", "json").stdout == run.stdout
 
 
+def test_export_merges_neighbours_of_one_size_up_to_the_last_edge(tmp_path: Path, cache: ProfileStore) -> None:
+    path = saved(tmp_path / "a.yaml", edges=[1.0, 2.0, 3.0, 4.0, 5.0], sizes=[9, 9, 5, 4, 4], max_tps=25.0)
+    run = oomfit("export", path, "--merge", "--json")
+    assert json.loads(run.stdout) == {
+        "bucket_duration_bins": [2.0, 3.0, 5.0],
+        "bucket_batch_size": [9, 5, 4],
+        "max_tps": 25.0,
+    }
+    per_bucket = saved(tmp_path / "b.yaml", edges=[1.0, 2.0], sizes=[9, 9], max_tps=[20.0, 30.0])
+    assert json.loads(oomfit("export", per_bucket, "--merge", "--json").stdout)["bucket_duration_bins"] == [1.0, 2.0]
+    refused = oomfit("export", saved(tmp_path / "c.yaml", edges=EDGES_2D), "--merge")
+    assert refused.returncode == 2
+    assert "--merge is for 1D buckets, this profile's are 2D; leave it out" in refused.stderr
+
+
 def test_a_prefix_that_would_do_nothing_is_refused(tmp_path: Path, cache: ProfileStore) -> None:
     run = oomfit("export", saved(tmp_path / "a.yaml"), "--format", "json", "--prefix", "x")
     assert run.returncode == 2
@@ -296,9 +311,10 @@ def test_a_file_cut_off_at_every_byte_is_never_used(tmp_path: Path, cache: Profi
 def test_help_names_the_commands_and_exit_codes_and_needs_no_cache() -> None:
     run = oomfit("--help")
     assert run.returncode == 0
-    for word in ("show", "list", "diff", "export", "clear", "plot", "Exit codes:"):
+    commands = ("show", "list", "diff", "export", "clear", "plot", "bins", "calibrate", "verify", "doctor")
+    for word in (*commands, "Exit codes:"):
         assert word in run.stdout
-    for command in ("show", "list", "diff", "export", "clear", "plot"):
+    for command in commands:
         result = CliRunner().invoke(main, [command, "--help"])
         assert "Exit codes:" in result.stdout
         assert "--json" in result.stdout

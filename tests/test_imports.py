@@ -53,6 +53,14 @@ def test_light_commands_import_nothing_heavy(tmp_path: Path, arguments: list[str
     assert imported(command(arguments), tmp_path) == set()
 
 
-@pytest.mark.parametrize("module", ["bins", "fingerprint", "profile", "search", "store", "report", "errors", "cli"])
+def test_bins_from_manifests_need_nothing_heavy(tmp_path: Path) -> None:
+    manifest = tmp_path / "a.json"
+    manifest.write_text('{"audio_filepath": "a", "duration": 1.5, "text": "ab"}\n')
+    assert imported(command(["bins", str(manifest), "-s", "2", "-t", "chars"]), tmp_path) == set()
+
+
+@pytest.mark.parametrize(
+    "module", ["bins", "fingerprint", "profile", "search", "store", "report", "errors", "cli", "config", "corpus"]
+)
 def test_light_modules_import_neither_torch_nor_lhotse(tmp_path: Path, module: str) -> None:
     assert imported(f"import lhotse_oomfit.{module}", tmp_path) & {"torch", "lhotse", "lightning", "omegaconf"} == set()
