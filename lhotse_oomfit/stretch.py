@@ -32,7 +32,8 @@ from lhotse_oomfit.transcript import spread_alignment
 __all__ = ["PlainCut", "clone", "independent", "num_samples_at"]
 
 _OWNER_CUT = -1  # the key of the cut's own custom dict; supervisions are keyed by their index
-_CODE_LETTERS = 4  # number 456,976 copies
+_MAX_COPIES = 1 << 18  # that distinct texts are wanted for
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"  # of a text that is one letter repeated
 _SILENCE_LEVEL = 1e-3  # noise put in the place of digital silence, about -60 dBFS
 
 
@@ -220,13 +221,17 @@ def _copied(custom: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _distinct_text(text: str | None, index: int) -> str | None:
-    """Overwrite the end of ``text`` by the number in letters, so that as many characters stay."""
+    """Overwrite the end of ``text`` by the number, spelled in its own letters, so that as many characters stay."""
     if not text:
         return text
-    code = ""
-    for _ in range(min(_CODE_LETTERS, len(text))):
-        index, digit = divmod(index, 26)
-        code += chr(ord("a") + digit)
+    letters = sorted({char for char in text if not char.isspace()})
+    if len(letters) < 2:
+        letters = list(_LETTERS)
+    code, numbered = "", 1
+    while numbered < _MAX_COPIES and len(code) < len(text):
+        index, digit = divmod(index, len(letters))
+        code += letters[digit]
+        numbered *= len(letters)
     return text[: len(text) - len(code)] + code
 
 

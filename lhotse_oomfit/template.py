@@ -16,6 +16,7 @@ from lhotse.cut.data import DataCut
 
 from lhotse_oomfit.errors import WorstCaseError
 from lhotse_oomfit.field_laws import FieldLaw, learn_laws, token_fields
+from lhotse_oomfit.script import Script, learn_script
 from lhotse_oomfit.stretch import PlainCut, num_samples_at
 from lhotse_oomfit.transcript import fit_output, scale_output, scale_time_fields
 
@@ -29,6 +30,7 @@ _CACHED_EXAMPLES = 4  # audio in memory: the bucket in work and its neighbours
 _DENSE_QUANTILE = 0.95
 _MAX_DOUBLINGS = 32
 _SAMPLES_OF_TOLERANCE = 2
+_SHORTEST_S = 0.05  # five usual frames; a text over less of a cut than this is a slip of its segmentation
 
 
 class Examples:
@@ -48,15 +50,16 @@ class Examples:
     ) -> None:
         self.measure_length = measure_length
         self.measure_tokens = measure_tokens
+        self.failures: list[str] = []
         grouped: dict[str, list[Cut]] = {}
-        for cut in cuts:
+        for cut in self._long_enough(cuts):
             grouped.setdefault(_kind_of(cut), []).append(cut)
         self.kinds = sorted(grouped.items(), key=lambda item: -len(item[1]))
-        self.failures: list[str] = []
         self._readable: dict[int, bool] = {}
         self._plain: PlainCut | None = None
         self._kind = -1
         self._laws: Mapping[str, FieldLaw] = {}
+        self._script = learn_script(sup.text for cut in cuts for sup in getattr(cut, "supervisions", ()))
         self._cache: OrderedDict[Edges, DataCut] = OrderedDict()
         self._counted: list[tuple[float, int]] = []  # length and tokens of the real cuts of the template's kind
 
@@ -108,8 +111,25 @@ class Examples:
                 measure_length=self.measure_length,
                 measure_tokens=self.measure_tokens,
                 laws=self._laws,
+                script=self._script,
             )
         return self._cache[edges]
+
+    def _long_enough(self, cuts: Sequence[Cut]) -> list[Cut]:
+        """Pass over cuts without a length or hardly any: nothing can be learned from their density."""
+        some = [cut for cut in cuts if cut.duration > 0 and float(self.measure_length(cut)) > 0]
+        usable = [cut for cut in some if cut.duration >= _SHORTEST_S] or some
+        if len(usable) < len(cuts):
+            kept = {id(cut) for cut in usable}
+            passed_over = [cut for cut in cuts if id(cut) not in kept]
+            self.failures.append(f"{passed_over[0].id}: lasts {passed_over[0].duration:g} s")
+            logger.warning(
+                "%d of %d sampled cuts are too short to be measured, and are passed over: %s",
+                len(passed_over),
+                len(cuts),
+                ", ".join(f"{cut.id} ({cut.duration:g} s)" for cut in passed_over[:3]),
+            )
+        return usable
 
     def _rank(self, cut: Cut) -> tuple[bool, float]:
         """Cuts whose tokens can be counted come first, then the densest; by characters where there are no tokens."""
@@ -175,6 +195,7 @@ def fit_to_edges(
     measure_length: Callable[[Cut], float],
     measure_tokens: Callable[[Cut], int | None],
     laws: Mapping[str, FieldLaw],
+    script: Script | None = None,
 ) -> DataCut:
     """Return the cut in memory at these edges, by these measures.
 
@@ -187,16 +208,18 @@ def fit_to_edges(
     wanted_s = input_len if in_seconds else duration * input_len / max(own, 1e-9)
     described = scale_time_fields(plain.cut, wanted_s / duration, laws)
     if output_len is None:
-        described = scale_output(described, wanted_s / duration, laws)
+        described = scale_output(described, wanted_s / duration, laws, script=script)
     else:
-        described = fit_output(described, output_len, measure_tokens, laws)
+        described = fit_output(described, output_len, measure_tokens, laws, script=script)
     plain = dataclasses.replace(plain, cut=described)
     cut = plain.stretched(num_samples_at(wanted_s, plain.sampling_rate))
     tolerance = _SAMPLES_OF_TOLERANCE / plain.sampling_rate
     if not (in_seconds and 0 <= input_len - float(measure_length(cut)) <= tolerance):
         cut = plain.stretched(_bisect(plain, cut.duration, input_len, measure_length))
     if output_len is not None and measure_tokens(cut) != output_len:
-        cut = fit_output(cut, output_len, measure_tokens, laws)  # the number of tokens depends on the length, too
+        cut = fit_output(
+            cut, output_len, measure_tokens, laws, script=script
+        )  # the number of tokens depends on the length, too
     return cut
 
 

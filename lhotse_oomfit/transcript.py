@@ -1,8 +1,8 @@
 """Texts and token fields fitted to a number of output tokens, by the user's own measure.
 
 What counts as an output token is the user's business (characters, a BPE, a prompt plus an answer), so this module
-never tokenizes: it changes the text or the token fields of a cut until the measure says what was asked for. Texts are
-fitted by doubling, bisecting, and filling up character by character.
+never tokenizes: it changes the text or the token fields of a cut until the measure says what was asked for. Texts use
+no characters that the sampled texts don't have.
 """
 
 from __future__ import annotations
@@ -21,14 +21,12 @@ from lhotse.utils import fastcopy
 
 from lhotse_oomfit.errors import WorstCaseError
 from lhotse_oomfit.field_laws import CUT, TEXT, Field, FieldLaw, sequence_fields, token_fields
+from lhotse_oomfit.script import Script, cycle_text, fit_text, learn_script
 
 __all__ = ["fit_output", "scale_output", "scale_time_fields", "spread_alignment"]
 
 Measure = Callable[[Cut], "int | None"]
 _TEXT_LIKE = re.compile(r"text|transcri|phon|ipa|caption|answer|target", re.IGNORECASE)
-_MAX_CHARS_PER_TOKEN = 200  # a tokenizer that swallows more than this can't be driven by text
-_FILL_STEPS = 64
-_LOOK_BACK = 24
 
 
 def scale_time_fields(cut: DataCut, ratio: float, laws: Mapping[str, FieldLaw]) -> DataCut:
@@ -41,9 +39,12 @@ def scale_time_fields(cut: DataCut, ratio: float, laws: Mapping[str, FieldLaw]) 
     return _with_lengths(cut, lengths)
 
 
-def scale_output(cut: DataCut, ratio: float, laws: Mapping[str, FieldLaw]) -> DataCut:
-    """Return ``cut`` with texts, alignments and token fields ``ratio`` times as long; for cuts without a measure."""
-    cut = _with_text_ratio(cut, ratio)
+def scale_output(cut: DataCut, ratio: float, laws: Mapping[str, FieldLaw], *, script: Script | None = None) -> DataCut:
+    """Return ``cut`` with texts, alignments and token fields ``ratio`` times as long; for cuts without a measure.
+
+    :param script: of the sampled texts; that of the cut's own where it's None.
+    """
+    cut = _with_text_ratio(cut, ratio, script or _own_script(cut))
     lengths = {
         key: max(1, math.ceil(len(value) * ratio - 1e-6))
         for key, value in token_fields(cut).items()
@@ -52,11 +53,14 @@ def scale_output(cut: DataCut, ratio: float, laws: Mapping[str, FieldLaw]) -> Da
     return _with_lengths(cut, lengths)
 
 
-def fit_output(cut: DataCut, num_tokens: int, measure: Measure, laws: Mapping[str, FieldLaw]) -> DataCut:
+def fit_output(
+    cut: DataCut, num_tokens: int, measure: Measure, laws: Mapping[str, FieldLaw], *, script: Script | None = None
+) -> DataCut:
     """Return ``cut`` with texts and token fields such that ``measure`` says ``num_tokens``.
 
     Where the measure can't say so (a tokenizer that skips the number), the nearest number above is taken.
 
+    :param script: of the sampled texts; that of the cut's own where it's None.
     :raises WorstCaseError: if the measure says None, or follows neither the text nor any token field.
     """
     before = measure(cut)
@@ -67,15 +71,16 @@ def fit_output(cut: DataCut, num_tokens: int, measure: Measure, laws: Mapping[st
         )
     if before == num_tokens:
         return cut
+    script = script or _own_script(cut)
     drivers = [key for key, value in token_fields(cut).items() if _follows(cut, key, len(value), measure, before)]
     ratio = num_tokens / max(before, 1)
     if drivers:
         num_chars = sum(len(sup.text or "") for sup in cut.supervisions)
         if TEXT in laws and not laws[TEXT].per_second and num_chars:
             ratio = laws[TEXT].length(num_tokens) / num_chars
-        fitted = _fit_fields(_with_text_ratio(cut, ratio), drivers, num_tokens, measure, laws)
+        fitted = _fit_fields(_with_text_ratio(cut, ratio, script), drivers, num_tokens, measure, laws)
     elif any(sup.text is not None for sup in cut.supervisions):
-        fitted = _fit_texts(cut, num_tokens, before, measure)
+        fitted = _fit_texts(cut, num_tokens, before, measure, script)
         lengths = _companion_lengths(fitted, [], before, num_tokens, laws)
         fitted = _with_lengths(fitted, lengths)
     else:
@@ -153,7 +158,7 @@ def _companion_lengths(
     return lengths
 
 
-def _fit_texts(cut: DataCut, num_tokens: int, before: int, measure: Measure) -> DataCut:
+def _fit_texts(cut: DataCut, num_tokens: int, before: int, measure: Measure, script: Script) -> DataCut:
     """Fit the longest text; the others are shortened in proportion where the whole must become shorter."""
     texts = [sup.text for sup in cut.supervisions]
     longest = max(range(len(texts)), key=lambda index: len(texts[index] or ""))
@@ -164,65 +169,12 @@ def _fit_texts(cut: DataCut, num_tokens: int, before: int, measure: Measure) -> 
         ]
 
     def with_longest(text: str) -> DataCut:
-        return _with_texts(cut, [text if i == longest else other for i, other in enumerate(texts)])
+        return _with_texts(cut, [text if i == longest else other for i, other in enumerate(texts)], script)
 
     def count(text: str) -> int:
         return measure(with_longest(text)) or 0
 
-    return with_longest(_fit_text(texts[longest] or "", num_tokens, count, cut.id))
-
-
-def _fit_text(text: str, num_tokens: int, count: Callable[[str], int], cut_id: str) -> str:
-    seed = text.strip() or "a"
-    unit = seed + (" " if seed.isascii() or " " in seed else "")
-
-    def stream(num_chars: int) -> str:
-        return (unit * (num_chars // len(unit) + 1))[:num_chars]
-
-    low, high, limit = 0, max(1, len(seed)), _MAX_CHARS_PER_TOKEN * (num_tokens + 10)
-    while count(stream(high)) < num_tokens:
-        low, high = high, 2 * high
-        if high > limit:
-            most = count(stream(low))
-            if most <= count(stream(1)):
-                raise WorstCaseError(
-                    f"the number of output tokens of cut {cut_id!r} doesn't follow the length of its text: "
-                    f"{low} characters still give {most}, where {num_tokens} are needed; pass make_batch"
-                )
-            return _fit_text(text, most, count, cut_id)  # the measure stops counting there
-    if count(stream(low)) > num_tokens:  # what isn't text (a prompt) already exceeds it
-        return stream(low)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if count(stream(middle)) <= num_tokens:
-            low = middle
-        else:
-            high = middle
-    for num_chars in (high, low):
-        if count(stream(num_chars)) == num_tokens:
-            return stream(num_chars)
-    alphabet = [*sorted(set(seed)), "a", "e", "1", "."]
-    for back in range(min(low, _LOOK_BACK)):
-        filled = _fill(stream(low - back), num_tokens, count, alphabet)
-        if filled is not None:
-            return filled
-    return stream(high)
-
-
-def _fill(text: str, num_tokens: int, count: Callable[[str], int], alphabet: list[str]) -> str | None:
-    """Add single characters that add single tokens until the count is exact; None if it can't be."""
-    tokens = count(text)
-    for _ in range(_FILL_STEPS):
-        if tokens == num_tokens:
-            return text
-        for char in alphabet:
-            if tokens < count(text + char) <= num_tokens:
-                text += char
-                tokens = count(text)
-                break
-        else:
-            return None
-    return None
+    return with_longest(fit_text(texts[longest] or "", num_tokens, count, script, cut.id))
 
 
 def _follows_time(key: Field, laws: Mapping[str, FieldLaw]) -> bool:
@@ -234,42 +186,42 @@ def _per_token(key: Field) -> bool:
     return bool(re.search(r"token|input_ids|label|target|answer|mask|phon", key[1], re.IGNORECASE))
 
 
-def _with_text_ratio(cut: DataCut, ratio: float) -> DataCut:
+def _own_script(cut: DataCut) -> Script:
+    return learn_script(sup.text for sup in cut.supervisions)
+
+
+def _with_text_ratio(cut: DataCut, ratio: float, script: Script) -> DataCut:
     texts = []
     for sup in cut.supervisions:
-        texts.append(None if sup.text is None else _cycle_text(sup.text, math.ceil(len(sup.text) * ratio - 1e-6)))
-    return _with_texts(cut, texts)
+        length = math.ceil(len(sup.text or "") * ratio - 1e-6)
+        texts.append(None if sup.text is None else cycle_text(sup.text, length, script.separator))
+    return _with_texts(cut, texts, script)
 
 
-def _with_texts(cut: DataCut, texts: Sequence[str | None]) -> DataCut:
+def _with_texts(cut: DataCut, texts: Sequence[str | None], script: Script) -> DataCut:
     """Return ``cut`` with these texts; custom strings that are another spelling of the text change in proportion."""
     supervisions, ratios = [], []
     for sup, text in zip(cut.supervisions, texts, strict=True):
         ratio = len(text or "") / max(len(sup.text or ""), 1) if sup.text else 1.0
         ratios.append(ratio)
-        new = fastcopy(sup, text=text, custom=_scaled_strings(sup.custom, sup.text, ratio))
+        new = fastcopy(sup, text=text, custom=_scaled_strings(sup.custom, sup.text, ratio, script))
         supervisions.append(spread_alignment(new, ratio))
     text = cut.supervisions[0].text if cut.supervisions else None
-    custom = _scaled_strings(cut.custom, text, max(ratios, default=1.0))
+    custom = _scaled_strings(cut.custom, text, max(ratios, default=1.0), script)
     return fastcopy(cut, supervisions=supervisions, custom=custom)
 
 
-def _scaled_strings(custom: dict[str, Any] | None, text: str | None, ratio: float) -> dict[str, Any] | None:
-    if custom is None:
-        return None
-    return {
-        name: _cycle_text(value, math.ceil(len(value) * ratio - 1e-6))
-        if isinstance(value, str) and ratio != 1.0 and (value == text or _TEXT_LIKE.search(name))
-        else value
-        for name, value in custom.items()
-    }
-
-
-def _cycle_text(text: str, num_chars: int) -> str:
-    if not text or num_chars == len(text):
-        return text
-    unit = text + (" " if text.isascii() or " " in text else "")
-    return (unit * (num_chars // len(unit) + 1))[:num_chars]
+def _scaled_strings(
+    custom: dict[str, Any] | None, text: str | None, ratio: float, script: Script
+) -> dict[str, Any] | None:
+    if custom is None or ratio == 1.0:
+        return custom
+    scaled = dict(custom)
+    for name, value in custom.items():
+        if isinstance(value, str) and (value == text or _TEXT_LIKE.search(name)):
+            separator = script.separator if value == text else learn_script([value]).separator
+            scaled[name] = cycle_text(value, math.ceil(len(value) * ratio - 1e-6), separator)
+    return scaled
 
 
 def _with_lengths(cut: DataCut, lengths: Mapping[Field, int]) -> DataCut:

@@ -75,6 +75,7 @@ class WorstCaseBatches:
             )
         self._collate = collate
         self._examples = Examples(cuts, measure_length=measure_length, measure_tokens=measure_tokens)
+        self._num_cuts = len(cuts)
         self._seed = seed
         self._reason: str | None = None if tile else "tiling was switched off"
         self._prepared = False
@@ -173,7 +174,7 @@ class WorstCaseBatches:
             if not excesses:
                 raise WorstCaseError(
                     "a worst-case batch needs one cut that can be read and stretched, but of "
-                    f"{sum(len(cuts) for _, cuts in kinds)} sampled cuts none could be "
+                    f"{self._num_cuts} sampled cuts none could be "
                     f"({'; '.join(self._examples.failures[:3])}); check the data, or pass make_batch"
                 )
             index = next(iter(excesses))

@@ -182,6 +182,15 @@ def test_distinct_copies_differ_in_text_and_recording_and_in_no_length(tmp_path:
     validate(copies[0])
 
 
+def test_distinct_copies_are_spelled_in_the_letters_of_their_text(tmp_path: Path) -> None:
+    cut = make_cut(tmp_path, 0)
+    text = "XYZ" * 10
+    cut = dataclasses.replace(cut, supervisions=[dataclasses.replace(cut.supervisions[0], text=text)])
+    copies = [clone(cut, index, distinct=True).supervisions[0].text for index in range(700)]
+    assert len(set(copies)) == 700
+    assert set("".join(copies)) == set("XYZ")
+
+
 def test_an_independent_copy_can_be_written_to(tmp_path: Path) -> None:
     cut = make_cut(tmp_path, 0, custom={"a": 1})
     mixed = cut.append(make_cut(tmp_path, 1))

@@ -19,6 +19,7 @@ from synthetic_cuts import WORDS, make_cuts, num_characters
 
 from lhotse_oomfit.errors import WorstCaseError
 from lhotse_oomfit.field_laws import FieldLaw, learn_laws, token_fields
+from lhotse_oomfit.script import Script, learn_script
 from lhotse_oomfit.transcript import fit_output, scale_output, scale_time_fields, spread_alignment
 
 PIECES = sorted(
@@ -66,6 +67,44 @@ def test_a_text_without_spaces_stays_without_spaces() -> None:
     fitted = fit_output(cut_with("今天天气很好"), 25, num_characters, {})
     assert num_characters(fitted) == 25
     assert " " not in fitted.supervisions[0].text
+
+
+LATIN = Script(separator=" ", letters=tuple("etaoin"))
+
+
+@pytest.mark.parametrize("num_tokens", [3, 25, 140])
+@pytest.mark.parametrize("measure", [num_characters, subwords], ids=["characters", "subwords"])
+def test_a_stretched_text_has_no_other_characters_than_the_sample(
+    measure: Callable[[Cut], int], num_tokens: int
+) -> None:
+    script = learn_script(["foxjumps", "lazydog", None])
+    fitted = fit_output(
+        cut_with("foxjumps", sup_custom={"normalized_text": "FOX"}), num_tokens, measure, {}, script=script
+    )
+    assert measure(fitted) == num_tokens
+    assert set(fitted.supervisions[0].text) <= set("foxjumpslazydog")
+    assert set(fitted.supervisions[0].normalized_text) <= set("FOX")
+
+
+def test_a_single_word_is_repeated_with_the_space_that_other_texts_have() -> None:
+    assert fit_output(cut_with("fox"), 9, num_characters, {}, script=LATIN).supervisions[0].text == "fox fox f"
+    assert scale_output(cut_with("fox"), 3.0, {}, script=LATIN).supervisions[0].text == "fox fox f"
+    assert scale_output(cut_with("fox"), 3.0, {}).supervisions[0].text == "foxfoxfox"
+
+
+def test_an_empty_text_grows_in_the_letters_of_the_sample() -> None:
+    assert (
+        fit_output(cut_with(""), 3, num_characters, {}, script=learn_script(["\u5929\u6c14\u5929"]))
+        .supervisions[0]
+        .text
+        == "\u5929" * 3
+    )
+
+
+def test_the_script_of_texts_is_their_characters_the_commonest_first() -> None:
+    assert learn_script(["ab a\tb a", None, ""]) == Script(separator=" ", letters=("a", "b"))
+    assert learn_script(["\u3000x\u3000"]).separator == "\u3000"
+    assert learn_script([]) == Script(separator="", letters=())
 
 
 def test_a_number_that_no_text_has_is_exceeded_by_as_little_as_can_be() -> None:

@@ -166,6 +166,42 @@ def test_a_token_collater_with_a_closed_alphabet_still_works(audio_cuts: list[An
     assert tokens.shape == (4, 52)
 
 
+@pytest.mark.parametrize("output_len", [50, None], ids=["to a token edge", "with the length"])
+def test_a_vocabulary_without_a_space_is_respected(output_len: int | None, audio_cuts: list[Any]) -> None:
+    letters = "\u4eca\u5929\u6c14\u5f88\u597d"
+    vocabulary = {char: index for index, char in enumerate(letters)}
+    cuts = [with_text(cut, letters[: 2 + index % 4]) for index, cut in enumerate(audio_cuts)]
+
+    def collate(cuts: CutSet) -> Any:
+        tokens = [torch.tensor([vocabulary[char] for char in cut.supervisions[0].text]) for cut in cuts]
+        return {"audio": collate_audio(cuts)[0], "tokens": pad_sequence(tokens, batch_first=True)}
+
+    batch = worst(collate, cuts).batch(input_len=3.0, output_len=output_len, size=4)
+    assert batch["tokens"].shape[0] == 4
+    assert batch["tokens"].shape[1] == output_len or output_len is None
+
+
+@pytest.mark.parametrize("duration", [0.0, 0.01])
+def test_cuts_without_a_length_are_no_template_however_dense(
+    duration: float, audio_cuts: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = [dataclasses.replace(cut, id=f"odd-{index}", duration=duration) for index, cut in enumerate(audio_cuts[:3])]
+    with caplog.at_level(logging.WARNING):
+        batches = worst(padded, [*odd, *audio_cuts])
+        batch = batches.batch(input_len=2.0, output_len=None, size=3)
+    assert batches.how == "tiled"
+    assert batch["audio"].shape == (3, 32000)
+    assert batch["tokens"].shape[1] < 100
+    told = f"3 of 11 sampled cuts are too short to be measured, and are passed over: odd-0 ({duration:g} s)"
+    assert told in caplog.text
+
+
+def test_a_sample_of_nothing_but_cuts_without_a_length_is_refused(audio_cuts: list[Any]) -> None:
+    odd = [dataclasses.replace(cut, duration=0.0) for cut in audio_cuts]
+    with pytest.raises(WorstCaseError, match=r"but of 8 sampled cuts none could be \(cut-0: lasts 0 s\)"):
+        worst(padded, odd).batch(input_len=2.0, output_len=30, size=2)
+
+
 def test_two_supervisions_stay_two(tmp_path: Path) -> None:
     cuts = make_cuts(tmp_path, 6, num_supervisions=2)
     dataset = K2SpeechRecognitionDataset(input_strategy=AudioSamples())
