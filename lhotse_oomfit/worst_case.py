@@ -349,7 +349,7 @@ class WorstCaseBatches:
     def _call(self, cuts: list[Cut], draw: int, what: str) -> Any:
         reseed(self._seed + draw)
         try:
-            return self._collate(CutSet.from_cuts([independent(cut) for cut in cuts]))
+            batch = self._collate(CutSet.from_cuts([independent(cut) for cut in cuts]))
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -357,6 +357,13 @@ class WorstCaseBatches:
                 f"the dataset must collate worst-case examples, but raised {type(error).__name__} on {what}: {error}; "
                 "if it can't work with cuts held in memory, pass make_batch(batch_size, input_len, output_len)"
             ) from error
+        if batch is None:
+            raise WorstCaseError(
+                f"the dataset must return a batch of worst-case examples, but returned None for {what}; return the "
+                "batch from its __getitem__ (and from collate_fn), and if it drops what it can't read, such as cuts "
+                "held in memory, pass make_batch(batch_size, input_len, output_len)"
+            )
+        return batch
 
     def _measured(self, cut: DataCut) -> tuple[float, int | None]:
         return float(self._examples.measure_length(cut)), self._examples.measure_tokens(cut)

@@ -729,6 +729,14 @@ def test_a_dataset_that_raises_is_named(audio_cuts: list[Any]) -> None:
         worst(collate, audio_cuts).batch(input_len=2.0, output_len=30, size=2)
 
 
+def test_a_dataset_that_returns_nothing_is_told_of(audio_cuts: list[Any]) -> None:
+    with pytest.raises(
+        WorstCaseError,
+        match=r"must return a batch .* but returned None for \d+ .*; return the batch from its __getitem",
+    ):
+        worst(lambda cuts: None, audio_cuts).batch(input_len=2.0, output_len=30, size=2)
+
+
 def test_running_out_of_host_memory_is_passed_on(audio_cuts: list[Any]) -> None:
     def collate(cuts: CutSet) -> Any:
         if len(list(cuts)) > 200:
