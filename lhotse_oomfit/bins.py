@@ -415,4 +415,5 @@ def _suggest_max_tps(examples: Sequence[tuple[float, int, float]]) -> float:
     total = sum(share for _, share in densities)
     mean = sum(density * share for density, share in densities) / total
     variance = sum((density - mean) ** 2 * share for density, share in densities) / total
-    return mean + 4.0 * math.sqrt(variance)
+    # A little more, so that rounding doesn't put examples of one and the same density beyond it.
+    return (mean + 4.0 * math.sqrt(variance)) * (1.0 + 1e-9)

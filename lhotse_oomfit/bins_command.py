@@ -117,7 +117,8 @@ def bins_command(
             max_tps=limit,  # type: ignore[arg-type]
             strict_2d=not lenient,
             weights=weights,
-        )
+        ),
+        with_limits=limit == "suggest",
     )
     coverage = cover(found, read, weights)
     left_out = {reason: num for reason, num in dropped.items() if num}

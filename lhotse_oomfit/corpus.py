@@ -115,9 +115,11 @@ def _entries(entries: Any, scale: float, where: str, depth: int) -> list[Source]
             f"{where}: every source of a list must have a weight, or none; {dict(missing)!r:.120} has none"
         )
     total = sum(weight or 0.0 for weight in weights)
+    if total == 0.0 and weights and weights[0] is not None:
+        raise InvalidArgumentError(f"{where}: the weights of a list must not all be 0; leave them out, or raise one")
     found: list[Source] = []
     for entry, weight in zip(entries, weights, strict=True):
-        share = None if weight is None or total == 0.0 else scale * weight / total
+        share = None if weight is None else scale * weight / total
         inner = entry.get("input_cfg")
         if inner is not None:
             if isinstance(inner, str):

@@ -93,16 +93,18 @@ def cover(bins: Bins, sources: Sequence[Sequence[Measured]], weights: Sequence[f
     )
 
 
-def rounded_up(bins: Bins) -> Bins:
-    """The same bins with edges of whole milliseconds and limits of two decimals, never smaller than they were."""
+def rounded_up(bins: Bins, *, with_limits: bool) -> Bins:
+    """The same bins with edges of whole milliseconds, never smaller than they were.
 
-    def up(value: float, scale: int) -> float:
-        return math.ceil(round(value * scale, 6)) / scale
+    :param with_limits: whether ``max_tps`` is rounded up as well, to two decimals.
+    """
 
-    edges: list[Any] = sorted({(up(e[0], 1000), e[1]) if isinstance(e, tuple) else up(e, 1000) for e in bins.edges})
-    return Bins.from_edges(
-        edges,
-        strict_2d=bins.strict_2d,
-        min_tps=None if bins.min_tps is None else bins.min_tps[0],
-        max_tps=None if bins.max_tps is None else up(bins.max_tps[0], 100),
-    )
+    def up(edge: float) -> float:
+        return math.ceil(round(edge * 1000, 6)) / 1000
+
+    edges: list[Any] = sorted({(up(e[0]), e[1]) if isinstance(e, tuple) else up(e) for e in bins.edges})
+    max_tps = None if bins.max_tps is None else bins.max_tps[0]
+    if with_limits and max_tps is not None:
+        max_tps = math.ceil(max_tps * 100) / 100
+    min_tps = None if bins.min_tps is None else bins.min_tps[0]
+    return Bins.from_edges(edges, strict_2d=bins.strict_2d, min_tps=min_tps, max_tps=max_tps)

@@ -55,7 +55,7 @@ def instantiate(node: Any) -> Any:
         from hydra.utils import instantiate as by_hydra
     except ImportError:
         return _instantiate(node)
-    return by_hydra(node)
+    return by_hydra(node, _convert_="all")
 
 
 def _instantiate(node: Any) -> Any:

@@ -135,6 +135,11 @@ def test_what_is_wrong_is_named(values: Any, message: str):
     assert str(error.value).startswith(message)
 
 
+def test_options_are_keyword_arguments_of_calibrate_too():
+    options = options_from(EXAMPLES)
+    assert CalibrationOptions(**vars(options)) == options
+
+
 def test_texts_of_the_command_line_become_values_of_the_option_s_type():
     assert parse_option("memory_limit", "600MiB") == "600MiB"
     assert parse_option("memory_limit", "600") == 600

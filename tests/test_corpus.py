@@ -119,6 +119,7 @@ def test_nemo_s_lists_on_the_command_line() -> None:
         ("- {manifest_filepath: a.json, weight: -1}", "a weight must be a number of at least 0, it is -1"),
         ("- {manifest_filepath: a.json, weight: .nan}", "a weight must be a number of at least 0, it is nan"),
         ("- {manifest_filepath: '${oc.env:X}/a.json'}", "refers to another value; write the path itself"),
+        ("- {manifest_filepath: a.json, weight: 0}", "the weights of a list must not all be 0"),
         ("just text", "must hold a list of sources"),
         ("a: [", "isn't YAML"),
         ("[]", "there is no manifest in it"),
@@ -206,7 +207,8 @@ def test_rounding_edges_up_leaves_no_example_out(examples: list[tuple[float, int
             measure_length=lambda e: e[0],
             measure_tokens=lambda e: e[1],
             max_tps="suggest",
-        )
+        ),
+        with_limits=True,
     )
     coverage = cover(bins, [examples])
     assert coverage.num_examples + sum(coverage.left_out.values()) == len(examples)
