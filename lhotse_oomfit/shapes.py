@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lhotse_oomfit.errors import InvalidArgumentError
 from lhotse_oomfit.search import BucketShape
+from lhotse_oomfit.template import SHORTEST_S
 from lhotse_oomfit.traits import batch_fields
 from lhotse_oomfit.worst_case import WorstCaseBatches
 
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from lhotse_oomfit.training import Training
 
 __all__ = ["WorstCases", "shape_label"]
+
+logger = logging.getLogger(__name__)
 
 _NUM_TEMPLATES = 64
 """Cuts that worst-case batches choose their template from."""
@@ -82,11 +86,13 @@ def _output_lens(
     if all(output_len is not None for output_len in known):
         return known
     rates: dict[int, float] = {}
+    num_cuts = 0
     for cut in cuts:
         length, tokens = sampler.measure_length(cut), measure_tokens(cut)
         k = bins.select(length, tokens)
-        if isinstance(k, int) and tokens and length > 0:
+        if isinstance(k, int) and tokens and length > 0 and cut.duration >= SHORTEST_S:
             rates[k] = max(rates.get(k, 0.0), tokens / length)
+            num_cuts += 1
     if not rates:
         return known
     output_lens: list[int | None] = []
@@ -96,6 +102,14 @@ def _output_lens(
         # No shorter bucket may hold more: a longer cut can have at least as many tokens.
         longest = max(longest, int(max(near) * bins.input_len(k)))
         output_lens.append(longest)
+    logger.warning(
+        "nothing limits the length of outputs, so it was guessed from %d cuts read ahead: from %d to %d %s by bucket; "
+        "denser cuts later in the data may run out of memory, so pass max_tps to the sampler (or 2D duration_bins)",
+        num_cuts,
+        output_lens[0],
+        output_lens[-1],
+        "characters" if measure_tokens is _num_characters else "tokens",
+    )
     return output_lens
 
 

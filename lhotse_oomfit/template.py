@@ -20,7 +20,7 @@ from lhotse_oomfit.script import Script, learn_script
 from lhotse_oomfit.stretch import PlainCut, num_samples_at
 from lhotse_oomfit.transcript import fit_output, scale_output, scale_time_fields
 
-__all__ = ["Edges", "Examples", "fit_to_edges"]
+__all__ = ["SHORTEST_S", "Edges", "Examples", "fit_to_edges"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ _CACHED_EXAMPLES = 4  # audio in memory: the bucket in work and its neighbours
 _DENSE_QUANTILE = 0.95
 _MAX_DOUBLINGS = 32
 _SAMPLES_OF_TOLERANCE = 2
-_SHORTEST_S = 0.05  # five usual frames; a text over less of a cut than this is a slip of its segmentation
+SHORTEST_S = 0.05  # five usual frames; a text over less of a cut than this is a slip of its segmentation
 
 
 class Examples:
@@ -118,7 +118,7 @@ class Examples:
     def _long_enough(self, cuts: Sequence[Cut]) -> list[Cut]:
         """Pass over cuts without a length or hardly any: nothing can be learned from their density."""
         some = [cut for cut in cuts if cut.duration > 0 and float(self.measure_length(cut)) > 0]
-        usable = [cut for cut in some if cut.duration >= _SHORTEST_S] or some
+        usable = [cut for cut in some if cut.duration >= SHORTEST_S] or some
         if len(usable) < len(cuts):
             kept = {id(cut) for cut in usable}
             passed_over = [cut for cut in cuts if id(cut) not in kept]
