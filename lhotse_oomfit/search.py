@@ -36,10 +36,11 @@ _KNEE = 0.04
 """Share of the room below which the peak isn't affine yet (measured on Conformer CTC and AED models)."""
 _KNEE_GRADIENTS = 3.0
 """Below this many times the gradients' bytes, what a step uses may be gradients rather than activations."""
-_ANCHOR_SHARE, _ANCHOR_SHARE_MAX = 0.12, 0.3
-"""Share of the room that an anchor aims at, and the most where gradients are large: above the knee, far from full."""
+_ANCHOR_SHARE, _ANCHOR_SHARE_HEAVIEST, _ANCHOR_SHARE_GRADIENTS = 0.12, 0.3, 0.8
+"""Share of the room that an anchor aims at, that the heaviest bucket's does, and the most where gradients are large:
+above the knee, far from full. Aiming is by a bound from above, so that even the last is safe."""
 _CONSTANT_GRADIENTS = 0.25
-"""Until a step near the budget was seen, the constant part is taken to be at most this share of the gradients: what
+"""Until two steps near the budget were seen, the constant part is taken to be at most this share of the gradients: what
 looks constant in small batches is mostly the end of the backward pass, and would be missed where it matters."""
 _FIRST_SIZE = 2
 """Size of the very first probe: a batch of one fails in batch norms over pooled features for want of variance."""
@@ -50,12 +51,12 @@ _UNCERTAINTY_START, _UNCERTAINTY_MIN, _UNCERTAINTY_MAX = 0.01, 0.003, 0.015
 _INTERPOLATED = 0.03
 """A step that ran, but exceeded the budget by at most this share, vouches for the slightly smaller size that its peak
 promises: within so little of a measured point the peak is affine to a fraction of a percent."""
+_CHORD_TRUST = 0.75
+"""While few buckets are measured, a prediction below this share of the chord between its neighbours is not believed."""
 _FEW_BUCKETS = 10
 """Up to so many buckets the middle one isn't probed apart: correcting a prediction costs no more than preventing it."""
 _ANCHOR_WEIGHT = 0.2
 """Weight in the fit of an observation below half the room, against one above it."""
-_FAILURE_DISCOUNT = 0.9
-"""Each failure without a peak lowers what the bucket's prediction is worth by this factor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,9 @@ class Search:
         self.budget_bytes = budget_bytes
         self.resident_bytes = resident_bytes
         self.gradient_bytes = gradient_bytes
+        self._is_2d = len({shape.input_len for shape in shapes}) < len(shapes)
+        # How far a step may go over the budget at no more cost than that of a wasted one.
+        self._tolerable = 1.0 + min(0.8 * headroom_bytes / budget_bytes, 0.25)
         self._has_headroom = headroom_bytes > 2 * _INTERPOLATED * budget_bytes
         self.max_size = max_size
         self.tolerance = tolerance
@@ -148,7 +152,7 @@ class Search:
         self._verify_order = list(dict.fromkeys([*self._anchors, *self._heaviest_first]))
         self._overhead = 1.0  # charged over peak bytes, as seen near the budget
         self._error = _UNCERTAINTY_START  # relative error of the latest predictions, older ones fading
-        self._num_near_full = 0  # observations above half the room
+        self._num_near_full = 0  # observations that used _near_full_bytes() or more
         self._constant_bytes = 0.0
         self._slopes: np.ndarray | None = None
 
@@ -204,7 +208,8 @@ class Search:
             bucket.fits = max(bucket.fits, probe.size)
             return
         bucket.fails = min(bucket.fails, probe.size)
-        if charged_bytes <= self.budget_bytes * (1.0 + _INTERPOLATED):
+        is_affine = self._knee_bytes() < (self.budget_bytes - self.resident_bytes) / 2
+        if is_affine and self._num_near_full > 1 and charged_bytes <= self.budget_bytes * (1.0 + _INTERPOLATED):
             slope = max(peak_bytes - self.resident_bytes - self._constant_bytes, 1.0) / probe.size
             bucket.fits = max(bucket.fits, min(math.floor(self._room(_UNCERTAINTY_MIN) / slope), probe.size - 1))
 
@@ -252,7 +257,7 @@ class Search:
         if len(order) > _FEW_BUCKETS:
             middle = (self.shapes[order[0]].input_len + self.shapes[order[-1]].input_len) / 2
             anchors.append(min(order, key=lambda k: abs(self.shapes[k].input_len - middle)))
-        if len({shape.input_len for shape in self.shapes}) < len(self.shapes):
+        if self._is_2d:
             longest = max(shape.input_len for shape in self.shapes)
             shortest = min(shape.input_len for shape in self.shapes)
             for length, pick in ((longest, min), (shortest, max)):
@@ -276,18 +281,23 @@ class Search:
         if largest_seen and bucket.peaks[largest_seen] - self.resident_bytes >= self._knee_bytes():
             return None
         room = float(self.budget_bytes - self.resident_bytes)
-        share = _ANCHOR_SHARE_MAX if k == self._heaviest_first[0] else _ANCHOR_SHARE
-        target = max(share * room, min(1.5 * _KNEE_GRADIENTS * self.gradient_bytes, 0.5 * room))
+        share = _ANCHOR_SHARE_HEAVIEST if k == self._heaviest_first[0] else _ANCHOR_SHARE
+        target = max(share * room, min(1.5 * _KNEE_GRADIENTS * self.gradient_bytes, _ANCHOR_SHARE_GRADIENTS * room))
         size = max(1, round(target / self._slope_at_most(k)))
-        if largest_seen:  # below the knee all the same: the bound was loose, so a bolder step is as safe
+        if largest_seen:  # below the knee all the same: the bound was loose, so be bolder
             size = max(size, 2 * largest_seen)
-        size = min(size, bucket.fails - 1, self.max_size)
+        size = min(size, math.floor(0.95 * room / self._slope_at_most(k)), bucket.fails - 1, self.max_size)
         return size if size > largest_seen else None
 
     def _knee_bytes(self) -> float:
         """What a step must use beyond the resident bytes for its peak to say something about the batch size."""
         room = float(self.budget_bytes - self.resident_bytes)
-        return max(_KNEE * room, min(_KNEE_GRADIENTS * self.gradient_bytes, _ANCHOR_SHARE_MAX * room))
+        return max(_KNEE * room, min(_KNEE_GRADIENTS * self.gradient_bytes, 0.75 * _ANCHOR_SHARE_GRADIENTS * room))
+
+    def _near_full_bytes(self) -> float:
+        """From here on a step's peak is surely one of activations, and close enough to the budget to rely on."""
+        room = float(self.budget_bytes - self.resident_bytes)
+        return max(0.5 * room, min(_KNEE_GRADIENTS * self.gradient_bytes, 0.9 * room))
 
     def _slope_at_most(self, k: int) -> float:
         """A bound from above on the bytes per example of bucket `k`: all that a step used, its constant part
@@ -321,8 +331,18 @@ class Search:
         bucket = self._buckets[k]
         if bucket.fails - bucket.fits <= 1:
             return None
-        promised = self._room(self._uncertainty(k)) / self._slope(k) * _FAILURE_DISCOUNT**bucket.num_blind_failures
+        slope, chord = self._slope(k), self._chord(k)
+        if slope < _CHORD_TRUST * chord:
+            slope = chord / self._tolerable
+        promised = self._room(self._uncertainty(k)) / slope
         promised = min(promised, float(_MAX_GROWTH * max(self._largest_equivalent(k), 1.0)), float(self.max_size))
+        if bucket.fits and not self._num_near_full and self._used(k) < _KNEE_GRADIENTS * self.gradient_bytes:
+            # Gradients hide what the examples take. What is safe for sure would creep up on the size, or stop short.
+            promised = max(promised, self._bold_growth(k) * bucket.fits)
+        if promised >= bucket.fails or (bucket.num_blind_failures and self._own_slope(k) is None):
+            # The model is off here: trust it for a direction only.
+            low, high = max(bucket.fits, 1), bucket.fails
+            promised = min(promised, math.sqrt(low * high) if high > 2 * low else (low + high) / 2)
         size = min(max(math.floor(promised), 1), bucket.fails - 1)
         if bucket.fits and size - bucket.fits <= self.tolerance * bucket.fits:
             return None
@@ -341,14 +361,40 @@ class Search:
             return _UNCERTAINTY_MIN
         return min(max(self._error, _UNCERTAINTY_MIN), _UNCERTAINTY_MAX)
 
+    def _chord(self, k: int) -> float:
+        """A bound on the bytes per example of bucket `k` while few buckets are measured; 0 later, and in 2D.
+
+        Polynomials with non-negative coefficients are convex: between two measured lengths they lie below the chord.
+        With so few points the fit may take linear growth for quadratic, and so lie far too low in the middle.
+        """
+        if self._own_slope(k) is not None or self._is_2d:
+            return 0.0
+        length = self.shapes[k].input_len
+        known = sorted(
+            (shape.input_len, slope) for j, shape in enumerate(self.shapes) if (slope := self._own_slope(j)) is not None
+        )
+        left = [point for point in known if point[0] < length]
+        right = [point for point in known if point[0] > length]
+        if not left or not right or len(known) > 3:
+            return 0.0
+        (t0, s0), (t1, s1) = left[-1], right[0]
+        return s0 + (s1 - s0) * (length - t0) / (t1 - t0)
+
+    def _bold_growth(self, k: int) -> float:
+        """How much larger the next size may be where gradients hide what examples take: more while little showed."""
+        sizes = sorted(self._buckets[k].peaks)[-2:]
+        grown = self._buckets[k].peaks[sizes[-1]] - self._buckets[k].peaks[sizes[0]]
+        return 4.0 if grown < 0.05 * (self.budget_bytes - self.resident_bytes) else 1.5
+
+    def _used(self, k: int) -> float:
+        """What the largest step of bucket `k` used beyond the resident and constant bytes; 0 if none ran."""
+        peaks = self._buckets[k].peaks
+        return peaks[max(peaks)] - self.resident_bytes - self._constant_bytes if peaks else 0.0
+
     def _own_slope(self, k: int) -> float | None:
-        """Bytes per example by the bucket's own largest measurement, if that used half the room or more."""
-        bucket = self._buckets[k]
-        if not bucket.peaks:
-            return None
-        size = max(bucket.peaks)
-        used = bucket.peaks[size] - self.resident_bytes - self._constant_bytes
-        return max(used / size, 1.0) if used > self._room() / 2 else None
+        """Bytes per example by the bucket's own largest measurement, if that was near full."""
+        used = self._used(k)
+        return max(used / max(self._buckets[k].peaks), 1.0) if used > self._near_full_bytes() else None
 
     def _slope(self, k: int) -> float:
         """Bytes per example of bucket `k`: its own if measured, else by the model."""
@@ -364,7 +410,7 @@ class Search:
         used = np.array([max(peak - self.resident_bytes, 1) for _, _, peak in rows], dtype=float)
         beyond = used >= self._knee_bytes()
         keep = beyond if beyond.any() else np.ones_like(beyond)
-        near_full = used > (self.budget_bytes - self.resident_bytes) / 2
+        near_full = used > self._near_full_bytes()
         self._num_near_full = int(near_full.sum())
         weights = np.where(near_full, 1.0, _ANCHOR_WEIGHT) / np.array([peak for _, _, peak in rows])
         design = np.array([np.concatenate(([1.0], size * self._features[k])) for k, size, _ in rows])
@@ -373,7 +419,7 @@ class Search:
         solution, _ = nnls(design / scale * weights[:, None], used * weights)
         coefficients = solution / scale
         most = _CONSTANT_GRADIENTS * self.gradient_bytes
-        if not self._num_near_full and coefficients[0] > most:
+        if self._num_near_full < 2 and coefficients[0] > most:
             solution, _ = nnls(design[:, 1:] / scale[1:] * weights[:, None], np.maximum(used - most, 1.0) * weights)
             coefficients = np.concatenate(([most], solution / scale[1:]))
         self._constant_bytes = float(coefficients[0])

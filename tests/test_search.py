@@ -240,3 +240,24 @@ def test_wrong_arguments_are_refused(arguments, message):
     given_arguments = {"shapes": one_d(2), "budget_bytes": 100, "resident_bytes": 10, **arguments}
     with pytest.raises(InvalidArgumentError, match=message):
         Search(given_arguments.pop("shapes"), **given_arguments)
+
+
+@settings(max_examples=60, deadline=None)
+@given(card=cards(), share=st.floats(0.06, 0.5), limited=st.booleans())
+def test_gradients_that_fill_much_of_the_memory_neither_mislead_the_search_nor_keep_it_going(card, share, limited):
+    card.gradients = int(share * (card.budget - card.resident))
+    card.constant = int(0.1 * card.gradients)
+    if limited:
+        card.limit, card.headroom = int(1.1 * card.budget), 0.1
+    search, steps = card.run()
+    assert len(steps) <= 5 * len(card.shapes) + 16
+    for k, size in enumerate(search.sizes):
+        truth = card.largest(k)
+        assert min(math.floor(0.9 * truth), truth - 1) <= size <= truth
+
+
+def test_linear_growth_is_not_taken_for_quadratic_between_two_measured_lengths():
+    shapes = [BucketShape(input_len=length) for length in (0.625, 2.5, 4.92, 5.0)]
+    card = Card(shapes=shapes, coefficients=(0.0, 6e5, 0.0, 0.0, 0.0), constant=0, noise={2: 0.984375})
+    _, steps = card.run()
+    assert max(peak for _, peak in steps) < 1.1 * card.budget
