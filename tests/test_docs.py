@@ -46,8 +46,8 @@ def test_every_warning_of_ours_is_in_troubleshooting() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     missing = []
     for path in sorted((ROOT / "lhotse_oomfit").glob("*.py")):
-        for text in re.findall(r'logger\.warning\(\s*"([^"]+)"', path.read_text()):
-            parts = [part.strip(" ;:,()'=") for part in re.split(r"%\.?\d*[sdgf]|%%|\d+", text)]
+        for text in re.findall(r'(?:logger\.warning|_warn_once)\(\s*f?"([^"]+)"', path.read_text()):
+            parts = [part.strip(" ;:,()'=") for part in re.split(r"%\.?\d*[sdgf]|%%|\d+|\{[^}]*\}", text)]
             told = [part for part in parts if len(part) > 7]
             if told and not any(part[:24] in page for part in told):
                 missing.append(f"{path.name}: {text}")
