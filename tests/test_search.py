@@ -243,7 +243,7 @@ def test_wrong_arguments_are_refused(arguments, message):
 
 
 @settings(max_examples=60, deadline=None)
-@given(card=cards(), share=st.floats(0.06, 0.5), limited=st.booleans())
+@given(card=cards(), share=st.floats(0.06, 0.3), limited=st.booleans())
 def test_gradients_that_fill_much_of_the_memory_neither_mislead_the_search_nor_keep_it_going(card, share, limited):
     card.gradients = int(share * (card.budget - card.resident))
     card.constant = int(0.1 * card.gradients)
