@@ -367,7 +367,7 @@ class Search:
         Polynomials with non-negative coefficients are convex: between two measured lengths they lie below the chord.
         With so few points the fit may take linear growth for quadratic, and so lie far too low in the middle.
         """
-        if self._own_slope(k) is not None or self._is_2d:
+        if self._used(k) > 0.25 * (self.budget_bytes - self.resident_bytes) or self._is_2d:
             return 0.0
         length = self.shapes[k].input_len
         known = sorted(
