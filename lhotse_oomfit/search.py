@@ -51,7 +51,7 @@ _UNCERTAINTY_START, _UNCERTAINTY_MIN, _UNCERTAINTY_MAX = 0.01, 0.003, 0.015
 _INTERPOLATED = 0.03
 """A step that ran, but exceeded the budget by at most this share, vouches for the slightly smaller size that its peak
 promises: within so little of a measured point the peak is affine to a fraction of a percent."""
-_CHORD_TRUST = 0.75
+_CHORD_TRUST = 0.8
 """While few buckets are measured, a prediction below this share of the chord between its neighbours is not believed."""
 _FEW_BUCKETS = 10
 """Up to so many buckets the middle one isn't probed apart: correcting a prediction costs no more than preventing it."""
