@@ -139,7 +139,7 @@ def test_with_noise_of_three_percent_steps_overshoot_and_gap_stay_in_bounds(card
     search, steps = card.run()
     assert len(steps) <= 3 * len(card.shapes) + 6
     # Predictions between measured lengths are trusted down to 0.8 of the chord, which noise can bend by 3%.
-    assert max(peak for _, peak in steps) < 1.4 * card.budget
+    assert max(peak for _, peak in steps) < 1.5 * card.budget
     for k, size in enumerate(search.sizes):
         assert size <= card.largest(k)
         # Monotone sizes can cost a bucket what its neighbour's noise takes.
