@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -106,20 +107,19 @@ def bins_command(
     if weights is None:
         read = [[pair for source in read for pair in source]]
     limit = _max_tps(max_tps)
-    found = rounded_up(
-        estimate_bins(
-            read if weights is not None else read[0],
-            buckets,
-            num_subbuckets=sub_buckets,
-            measure_length=lambda pair: pair[0],
-            measure_tokens=lambda pair: pair[1],
-            min_tps=min_tps,
-            max_tps=limit,  # type: ignore[arg-type]
-            strict_2d=not lenient,
-            weights=weights,
-        ),
-        with_limits=limit == "suggest",
+    found = estimate_bins(
+        read if weights is not None else read[0],
+        buckets,
+        num_subbuckets=sub_buckets,
+        measure_length=lambda pair: rounded_up(pair[0], 3),  # edges that can be read, and lose nothing
+        measure_tokens=lambda pair: pair[1],
+        min_tps=min_tps,
+        max_tps=limit,  # type: ignore[arg-type]
+        strict_2d=not lenient,
+        weights=weights,
     )
+    if limit == "suggest" and found.max_tps is not None:
+        found = replace(found, max_tps=tuple(rounded_up(value, 2) for value in found.max_tps))
     coverage = cover(found, read, weights)
     left_out = {reason: num for reason, num in dropped.items() if num}
     for reason, num in coverage.left_out.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -93,18 +92,10 @@ def cover(bins: Bins, sources: Sequence[Sequence[Measured]], weights: Sequence[f
     )
 
 
-def rounded_up(bins: Bins, *, with_limits: bool) -> Bins:
-    """The same bins with edges of whole milliseconds, never smaller than they were.
+def rounded_up(value: float, digits: int) -> float:
+    """The smallest number of so many decimals that is at least `value`.
 
-    :param with_limits: whether ``max_tps`` is rounded up as well, to two decimals.
+    Bins made from lengths that are rounded up hold the same examples, in the same buckets, as the lengths themselves.
     """
-
-    def up(edge: float) -> float:
-        return math.ceil(round(edge * 1000, 6)) / 1000
-
-    edges: list[Any] = sorted({(up(e[0]), e[1]) if isinstance(e, tuple) else up(e) for e in bins.edges})
-    max_tps = None if bins.max_tps is None else bins.max_tps[0]
-    if with_limits and max_tps is not None:
-        max_tps = math.ceil(max_tps * 100) / 100
-    min_tps = None if bins.min_tps is None else bins.min_tps[0]
-    return Bins.from_edges(edges, strict_2d=bins.strict_2d, min_tps=min_tps, max_tps=max_tps)
+    near = round(value, digits)
+    return near if near >= value else round(near + 10.0**-digits, digits)

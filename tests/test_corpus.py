@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lhotse import CutSet
 from synthetic_cuts import make_cut
 
-from lhotse_oomfit.bins import Bins, Rejection
+from lhotse_oomfit.bins import Bins, estimate_bins
 from lhotse_oomfit.corpus import Source, find_sources, load_tokenizer, read_source
 from lhotse_oomfit.coverage import cover, rounded_up
 from lhotse_oomfit.errors import InvalidArgumentError
@@ -195,26 +195,33 @@ def test_tokenizers_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 lengths = st.floats(0.01, 100.0)
 
 
-@given(st.lists(st.tuples(lengths, st.integers(0, 500)), min_size=1, max_size=40), st.booleans())
-def test_rounding_edges_up_leaves_no_example_out(examples: list[tuple[float, int]], two: bool) -> None:
-    from lhotse_oomfit.bins import estimate_bins
+@given(st.floats(0.0, 1e6), st.sampled_from([2, 3]))
+def test_rounding_up_never_goes_down_nor_far(value: float, digits: int) -> None:
+    rounded = rounded_up(value, digits)
+    assert value <= rounded <= value + 1.0001 * 10.0**-digits
+    assert rounded_up(rounded, digits) == rounded
 
-    bins = rounded_up(
-        estimate_bins(
-            examples,
-            5,
-            num_subbuckets=3 if two else None,
-            measure_length=lambda e: e[0],
-            measure_tokens=lambda e: e[1],
-            max_tps="suggest",
-        ),
-        with_limits=True,
+
+@given(st.lists(st.tuples(lengths, st.integers(0, 500)), min_size=1, max_size=40), st.booleans())
+def test_bins_of_rounded_lengths_hold_every_example(examples: list[tuple[float, int]], two: bool) -> None:
+    bins = estimate_bins(
+        examples,
+        5,
+        num_subbuckets=3 if two else None,
+        measure_length=lambda e: rounded_up(e[0], 3),
+        measure_tokens=lambda e: e[1],
     )
     coverage = cover(bins, [examples])
-    assert coverage.num_examples + sum(coverage.left_out.values()) == len(examples)
-    assert set(coverage.left_out) <= {Rejection.TOO_DENSE.value}  # what the suggested limit is for
-    assert math.isclose(sum(bucket.share for bucket in coverage.buckets), 1.0) or not coverage.num_examples
+    assert (coverage.num_examples, coverage.left_out) == (len(examples), {})
+    assert math.isclose(sum(bucket.share for bucket in coverage.buckets), 1.0)
     assert all(0.0 <= bucket.padding <= 1.0 for bucket in coverage.buckets)
+
+
+@given(st.lists(lengths, min_size=1, max_size=20), st.integers(1, 30))
+def test_a_suggested_limit_keeps_examples_of_one_density(durations: list[float], density: int) -> None:
+    examples = [(d, density * d) for d in durations]
+    bins = estimate_bins(examples, 3, measure_length=lambda e: e[0], measure_tokens=lambda e: e[1], max_tps="suggest")
+    assert cover(bins, [examples]).left_out == {}
 
 
 def test_padding_and_shares_by_hand() -> None:
