@@ -28,6 +28,7 @@ __all__ = [
     "same_structure",
     "shape_of",
     "spell",
+    "sum_of_integers",
 ]
 
 OPAQUE = (Cut, SupervisionSegment, Recording, Features, Array, TemporalArray)  # manifests, never looked into
@@ -85,6 +86,11 @@ def shape_of(batch: Any, *, strings: bool = True) -> Shape:
 def num_bytes(batch: Any) -> int:
     """Return the bytes of all tensors and arrays in the batch."""
     return sum(_bytes_of(x) for _, x in _arrays(batch, "batch"))
+
+
+def sum_of_integers(batch: Any) -> int:
+    """Return the sum of all integers in tensors and arrays; of batches alike but for lengths, the fullest has most."""
+    return sum(int(array.sum()) for _, array in _arrays(batch, "batch") if "int" in str(array.dtype))
 
 
 def _compare(one: Any, other: Any, path: str, *, values: bool, integers: bool = True) -> str | None:

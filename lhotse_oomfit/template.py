@@ -26,10 +26,12 @@ logger = logging.getLogger(__name__)
 
 Edges = tuple[float, "int | None"]  # upper length edge, upper edge in tokens (None: no token edge)
 
-_CACHED_EXAMPLES = 4  # audio in memory: the bucket in work and its neighbours
+_CACHED_EXAMPLES = 8  # audio in memory: the bucket in work and its neighbours, two each
 _DENSE_QUANTILE = 0.95
 _MAX_DOUBLINGS = 32
 _SAMPLES_OF_TOLERANCE = 2
+_SHORTER_BY_S = 0.2  # one frame of an encoder that subsamples by 16
+_SHORTER_BY_AT_MOST = 0.2  # of the length
 SHORTEST_S = 0.05  # five usual frames; a text over less of a cut than this is a slip of its segmentation
 
 
@@ -114,6 +116,13 @@ class Examples:
                 script=self._script,
             )
         return self._cache[edges]
+
+    def shorter(self, edges: Edges) -> DataCut:
+        """Return an example slightly shorter than the one at ``edges``, in length and by one of its tokens."""
+        full = self.at(edges)
+        input_len = edges[0] * (1 - min(_SHORTER_BY_S / full.duration, _SHORTER_BY_AT_MOST))
+        tokens = self.measure_tokens(full)
+        return self.at((input_len, tokens - 1 if tokens and tokens > 1 else tokens))
 
     def _long_enough(self, cuts: Sequence[Cut]) -> list[Cut]:
         """Pass over cuts without a length or hardly any: nothing can be learned from their density."""

@@ -23,7 +23,16 @@ from lhotse.utils import fastcopy
 
 from lhotse_oomfit.batch_shape import OPAQUE, SCALARS, num_bytes, same_structure, spell
 
-__all__ = ["RefusedError", "find_structure", "has_batch_dimension", "is_steady", "signature", "structure_bytes", "tile"]
+__all__ = [
+    "RefusedError",
+    "find_structure",
+    "has_batch_dimension",
+    "is_steady",
+    "signature",
+    "structure_bytes",
+    "tile",
+    "with_last",
+]
 
 _NOT_NUMBERED = torch.empty(0)
 
@@ -55,7 +64,10 @@ class _Affine(_Leaf):
 
 @dataclasses.dataclass(frozen=True)
 class _BatchTensor(_Leaf):
-    """``source`` is one example, ``per_example`` entries along ``dim``; ``step`` is added from example to example."""
+    """``source`` is one example, ``per_example`` entries along ``dim``; ``step`` is added from example to example.
+
+    ``last`` is the last example of a batch of several, where that is another one.
+    """
 
     source: torch.Tensor
     dim: int
@@ -63,6 +75,7 @@ class _BatchTensor(_Leaf):
     step: torch.Tensor | None
     as_numpy: bool
     random: bool
+    last: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +94,7 @@ class _BatchList(_Leaf):
     items: tuple[Any, ...]
     step: int
     build: Callable[[list[Any]], Any]
+    last: tuple[Any, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,8 +182,86 @@ def structure_bytes(structure: _Leaf) -> int:
     if isinstance(structure, _Container):
         return sum(structure_bytes(child) for _, child in structure.children)
     if isinstance(structure, _BatchTensor):
-        return structure.source.nbytes
-    return num_bytes(structure.items) if isinstance(structure, _BatchList) else 0
+        return structure.source.nbytes + (0 if structure.last is None else structure.last.nbytes)
+    return num_bytes((structure.items, structure.last)) if isinstance(structure, _BatchList) else 0
+
+
+def with_last(structure: _Leaf, three: Any) -> _Leaf:
+    """Return the structure of batches whose last example is another one, learned from a batch of three.
+
+    :param three: a batch of two copies of the structure's example, then the other one; its padded sizes are those of
+        three copies. A batch of one stays the structure's own example.
+    :raises RefusedError: with the place where ``three`` isn't such a batch.
+    """
+    if isinstance(structure, _Container):
+        parts = _children(three, [key for key, _ in structure.children], structure.path)
+        children = tuple((key, with_last(child, parts[key])) for key, child in structure.children)
+        return dataclasses.replace(structure, children=children)
+    if isinstance(structure, _BatchTensor):
+        return _with_last_rows(structure, _as_tensor(three, structure.path))
+    if isinstance(structure, _BatchList):
+        return _with_last_items(structure, list(three))
+    if isinstance(structure, _AffineTensor):
+        counted = _as_tensor(three, structure.path)
+        _check_shape(counted, structure.offset.shape, structure.path)
+        return dataclasses.replace(structure, offset=counted - 3 * structure.slope)
+    if isinstance(structure, _Affine):
+        return dataclasses.replace(structure, offset=three - 3 * structure.slope)
+    if isinstance(structure, _Constant):
+        if type(three) is not type(structure.value):
+            raise RefusedError(f"{structure.path} is a {type(three).__name__} where one example is another")
+        if isinstance(three, (torch.Tensor, np.ndarray)):
+            _check_shape(three, structure.value.shape, structure.path)
+        return dataclasses.replace(structure, value=three)
+    raise TypeError(f"{type(structure).__name__} is no structure of a batch")
+
+
+def _with_last_rows(leaf: _BatchTensor, three: torch.Tensor) -> _BatchTensor:
+    expected = _as_tensor(_tile_tensor(leaf, 3), leaf.path)
+    _check_shape(three, expected.shape, leaf.path)
+    first = (leaf.dim, 0, 2 * leaf.per_example)
+    if not leaf.random and not _equal(three.narrow(*first), expected.narrow(*first)):
+        raise RefusedError(f"{leaf.path} doesn't keep the last example at its end")
+    last = three.narrow(leaf.dim, 2 * leaf.per_example, leaf.per_example)
+    if leaf.step is not None:
+        last = last - 2 * leaf.step
+    return dataclasses.replace(leaf, last=last.clone(memory_format=torch.contiguous_format))
+
+
+def _with_last_items(leaf: _BatchList, three: list[Any]) -> _BatchList:
+    num = len(leaf.items)
+    if len(three) != 3 * num:
+        raise RefusedError(f"{leaf.path} has {len(three)} entries for three examples of which the last is another one")
+    last = three[2 * num :]
+    for index, (item, other) in enumerate(zip(leaf.items, last, strict=True)):
+        _check_item(other, f"{leaf.path}[{index}]")
+        difference = same_structure(item, other, path=f"{leaf.path}[{index}]")
+        if difference is not None:
+            raise RefusedError(f"{leaf.path} holds unlike items: {difference}")
+    return dataclasses.replace(leaf, last=tuple(item - 2 * leaf.step if leaf.step else item for item in last))
+
+
+def _children(value: Any, keys: list[Any], path: str) -> dict[Any, Any]:
+    if isinstance(value, Mapping):
+        found = dict(value)
+    elif isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        found = dict(enumerate(value))
+    else:
+        found = {name: getattr(value, name) for name in _field_names(value) or ()}
+    if list(found) != keys:
+        raise RefusedError(f"{path} has other entries where one example is another: {list(found)!r}, not {keys!r}")
+    return found
+
+
+def _as_tensor(value: Any, path: str) -> torch.Tensor:
+    tensor = torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value
+    _check_plain(tensor, path)
+    return tensor.detach()
+
+
+def _check_shape(value: Any, shape: Any, path: str) -> None:
+    if tuple(value.shape) != tuple(shape):
+        raise RefusedError(f"{path} has shape {tuple(value.shape)} where one example is another, not {tuple(shape)}")
 
 
 class _Finder:
@@ -378,6 +470,9 @@ def _tile_tensor(leaf: _BatchTensor, size: int) -> Any:
         shape[leaf.dim] = size * leaf.per_example
         number = torch.arange(size, device=tiled.device).repeat_interleave(leaf.per_example).reshape(shape)
         tiled = (tiled + number * leaf.step.repeat(repeats)).to(leaf.source.dtype)
+    if leaf.last is not None and size > 1:
+        last = leaf.last if leaf.step is None else (leaf.last + (size - 1) * leaf.step).to(leaf.source.dtype)
+        tiled.narrow(leaf.dim, (size - 1) * leaf.per_example, leaf.per_example).copy_(last)
     return _restored(tiled, leaf.as_numpy)
 
 
@@ -386,9 +481,11 @@ def _restored(tensor: torch.Tensor, as_numpy: bool) -> Any:
 
 
 def _tile_list(leaf: _BatchList, size: int) -> list[Any]:
+    last = leaf.items if leaf.last is None or size == 1 else leaf.last
+    rows = [*[leaf.items] * (size - 1), last]
     if leaf.step:
-        return [item + index * leaf.step for index in range(size) for item in leaf.items]
-    return [_copied(item, index) for index in range(size) for item in leaf.items]
+        return [item + index * leaf.step for index, items in enumerate(rows) for item in items]
+    return [_copied(item, index) for index, items in enumerate(rows) for item in items]
 
 
 def _copied(item: Any, index: int) -> Any:

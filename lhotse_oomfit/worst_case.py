@@ -4,6 +4,10 @@ A real cut is stretched to the bucket's edges and collated by the user's dataset
 of three; what changed is the batch dimension, and is repeated up to the size asked for (:mod:`~lhotse_oomfit.tile`).
 That is checked against real collations, of copies and of distinct real cuts, before it is believed. Where it doesn't
 hold, or the batch can't be understood, the batch is collated for real at its full size: slower, never wrong.
+
+The last example of a batch is slightly shorter than the edges, so that there is padding to mask: some models leave
+masks out where nothing is padded, and use less memory then than real batches do. No padded size changes by that; where
+one would (examples laid end to end), all examples are full.
 """
 
 from __future__ import annotations
@@ -19,7 +23,16 @@ from lhotse.cut import Cut, CutSet
 from lhotse.cut.data import DataCut
 
 from lhotse_oomfit import tile as tiling
-from lhotse_oomfit.batch_shape import compare, exceeds, largest, largest_bytes, num_bytes, same_structure, shape_of
+from lhotse_oomfit.batch_shape import (
+    compare,
+    exceeds,
+    largest,
+    largest_bytes,
+    num_bytes,
+    same_structure,
+    shape_of,
+    sum_of_integers,
+)
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError, WorstCaseError
 from lhotse_oomfit.stretch import PlainCut, clone, independent
 from lhotse_oomfit.template import Edges, Examples, fit_to_edges
@@ -83,6 +96,8 @@ class WorstCaseBatches:
         self._random_lengths = False
         self._signature: Any = None
         self._structures: OrderedDict[Edges, Any] = OrderedDict()
+        self._ends_shorter = False  # whether tiled batches do, as verified at the template's own edges
+        self._collated_shorter: dict[Edges, bool] = {}
         self._longest_law = (0.0, 0.0)  # bytes of an example's largest tensor, where lengths are random: offset, slope
         self._checked: set[Edges] = set()
         self._told: set[str] = set()
@@ -101,6 +116,8 @@ class WorstCaseBatches:
 
     def batch(self, *, input_len: float, output_len: int | None, size: int) -> Any:
         """Return a batch of ``size`` examples at the bucket's edges, as the user's dataset would collate it.
+
+        The last of several examples is up to 0.2 seconds and one token shorter, where no padded size changes by that.
 
         :param input_len: upper length edge, in the unit of ``measure_length``.
         :param output_len: upper edge in tokens; None where tokens don't decide buckets: then texts and token fields
@@ -139,7 +156,8 @@ class WorstCaseBatches:
             self._learn_longest(edges)
         if self._reason is None:
             try:
-                self._check(edges)
+                structure = self._check(edges)
+                self._ends_shorter = self._check_shorter(structure, edges)
             except tiling.RefusedError as refusal:
                 self._refuse(str(refusal))
             except _UNFORESEEN as error:
@@ -205,8 +223,8 @@ class WorstCaseBatches:
                 return excess
         return None
 
-    def _check(self, edges: Edges) -> None:
-        """Learn the structure at the template's own edges, and compare it with real collations.
+    def _check(self, edges: Edges) -> Any:
+        """Return the structure at the template's own edges, after a comparison with real collations.
 
         :raises RefusedError: with the first difference.
         """
@@ -227,6 +245,30 @@ class WorstCaseBatches:
         if difference is not None:
             raise tiling.RefusedError(f"with {len(distinct)} distinct cuts, {difference}")
         self._signature = tiling.signature(structure)
+        return structure
+
+    def _check_shorter(self, structure: Any, edges: Edges) -> bool:
+        """Whether a shorter last example can be tiled, by a comparison with a real collation."""
+        ragged = self._with_shorter(structure, edges)
+        if ragged is structure:
+            return False
+        size = _CHECK_SIZES[0]
+        real, tiled = self._draw(edges, size, 3, shorter=True), tiling.tile(ragged, size)
+        if self._random_lengths:
+            difference = exceeds(shape_of(real, strings=False), shape_of(tiled, strings=False))
+        else:
+            difference = compare(tiled, real, integers=tiling.is_steady(structure))
+        if difference is not None:
+            logger.info("all worst-case examples are of full length: at %d examples, %s", size, difference)
+        return difference is None
+
+    def _with_shorter(self, structure: Any, edges: Edges) -> Any:
+        """Return the structure with a shorter last example; as it is, where that can't be tiled."""
+        try:
+            return tiling.with_last(structure, self._longest_shorter(edges))
+        except (tiling.RefusedError, WorstCaseError, *_UNFORESEEN) as error:
+            logger.info("all worst-case examples of length %g are of full length: %s", edges[0], error)
+            return structure
 
     def _check_perturbed(self, edges: Edges) -> None:
         """Say so if the length, or the number of tokens, changes nothing in the batch."""
@@ -252,6 +294,8 @@ class WorstCaseBatches:
         if tiling.signature(structure) != self._signature:
             raise tiling.RefusedError(f"a batch of length {edges[0]:g} has another structure than others")
         self._check_bucket(edges)
+        if self._ends_shorter:
+            structure = self._with_shorter(structure, edges)
         self._structures[edges] = structure
         while len(self._structures) > 1 and sum(map(tiling.structure_bytes, self._structures.values())) > _CACHE_BYTES:
             self._structures.popitem(last=False)
@@ -314,19 +358,38 @@ class WorstCaseBatches:
                 twin = batch
         return best, best if twin is None else twin
 
+    def _longest_shorter(self, edges: Edges) -> Any:
+        """Return the fullest of the largest batches of three that end in a shorter example."""
+        draws = range(_LENGTH_DRAWS) if self._random_lengths else range(1)
+        batches = (self._draw(edges, 3, draw, shorter=True) for draw in draws)
+        return max(batches, key=lambda batch: (num_bytes(batch), sum_of_integers(batch)))
+
     def _collated(self, edges: Edges, size: int) -> Any:
         """Collate ``size`` copies for real; of random lengths, until they are as long as small batches can be."""
-        batch = self._draw(edges, size)
+        shorter = size > 1 and self._can_collate_shorter(edges)
+        batch = self._draw(edges, size, shorter=shorter)
         self._check_bucket(edges)
         if not self._random_lengths:
             return batch
         for draw in range(1, _LENGTH_DRAWS):
             if self._is_longest(batch, edges, size):
                 break
-            another = self._draw(edges, size, draw)
+            another = self._draw(edges, size, draw, shorter=shorter)
             if num_bytes(another) > num_bytes(batch):
                 batch = another
         return batch
+
+    def _can_collate_shorter(self, edges: Edges) -> bool:
+        """Whether a shorter last example leaves every size of a collated batch as it is."""
+        if edges not in self._collated_shorter:
+            full = self._longest(edges, 3)[0] if self._random_lengths else self._draw(edges, 3)
+            sizes = shape_of(full, strings=False)
+            try:
+                same = bool(sizes) and shape_of(self._longest_shorter(edges), strings=False) == sizes
+            except WorstCaseError:  # a dataset that takes examples of equal lengths only
+                same = False
+            self._collated_shorter[edges] = same
+        return self._collated_shorter[edges]
 
     # ---- calls into the user's dataset
 
@@ -340,10 +403,16 @@ class WorstCaseBatches:
             self._warn_once(f"worst-case batches can't be compared with real ones: {error}")
             return None
 
-    def _draw(self, edges: Edges, size: int, draw: int = 0) -> Any:
-        """Collate ``size`` copies of the example for real, with the random numbers of one draw."""
+    def _draw(self, edges: Edges, size: int, draw: int = 0, *, shorter: bool = False) -> Any:
+        """Collate ``size`` copies of the example for real, with the random numbers of one draw.
+
+        :param shorter: make the last of several slightly shorter.
+        """
         example = self._examples.at(edges)
-        copies = [clone(example, index, distinct=self._distinct) for index in range(size)]
+        examples = [example] * size
+        if shorter and size > 1:
+            examples[-1] = self._examples.shorter(edges)
+        copies = [clone(one, index, distinct=self._distinct) for index, one in enumerate(examples)]
         return self._call(copies, draw, f"{size} copies of cut {example.id!r}")
 
     def _call(self, cuts: list[Cut], draw: int, what: str) -> Any:

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 from lhotse import CutSet, MonoCut
 
 from lhotse_oomfit.batch_shape import compare, exceeds, largest, num_bytes, same_structure, shape_of
-from lhotse_oomfit.tile import RefusedError, find_structure, has_batch_dimension, is_steady, structure_bytes, tile
+from lhotse_oomfit.tile import (
+    RefusedError,
+    find_structure,
+    has_batch_dimension,
+    is_steady,
+    structure_bytes,
+    tile,
+    with_last,
+)
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -129,6 +137,66 @@ def test_of_random_lengths_the_longest_stands_for_all() -> None:
     two, other = {"lens": torch.tensor([9, 7])}, {"lens": torch.tensor([8, 9])}
     structure = find_structure(two, {"lens": torch.tensor([7, 9, 8])}, other_two=other, random_lengths=True)
     assert tile(structure, 4)["lens"].tolist() == [9, 9, 9, 9]
+
+
+def ragged(lengths: list[int]) -> dict[str, Any]:
+    """Everything that may hold the lengths of examples."""
+    num, longest = len(lengths), max(lengths)
+    lens = torch.tensor(lengths)
+    return {
+        "padded": torch.nn.utils.rnn.pad_sequence([torch.ones(n, 2) for n in lengths], batch_first=True),
+        "time first": torch.nn.utils.rnn.pad_sequence([torch.ones(n) for n in lengths]),
+        "mask": torch.arange(longest) < lens[:, None],
+        "lens": lens,
+        "array": lens.int().numpy(),
+        "index and end": torch.stack([torch.arange(num), 100 * torch.arange(num) + lens], dim=1),
+        "list": [torch.ones(n) for n in lengths],
+        "ends": [100 * index + n for index, n in enumerate(lengths)],
+        "texts": ["x" * n for n in lengths],
+        "total": sum(lengths),
+        "sum": lens.sum(),
+        "longest": longest,
+        "shortest": min(lengths),
+        "fixed": torch.ones(3),
+        "pair": (lens.half(), [num, longest]),
+        "rows": lens.repeat_interleave(2),
+    }
+
+
+@settings(deadline=None, max_examples=30)
+@given(size=st.integers(1, 20), full=st.integers(3, 9), shorter_by=st.integers(1, 2))
+def test_a_last_example_of_its_own_is_kept_at_the_end(size: int, full: int, shorter_by: int) -> None:
+    structure = find_structure(ragged([full] * 2), ragged([full] * 3), other_two=ragged([full] * 2))
+    structure = with_last(structure, ragged([full, full, full - shorter_by]))
+    assert has_batch_dimension(structure)
+    assert is_steady(structure)
+    batch, real = tile(structure, size), ragged([full] * (size - 1) + [full - shorter_by * (size > 1)])
+    if size == 1:
+        for name in ("total", "sum", "shortest"):  # what sums up several examples has no law for one
+            del batch[name], real[name]
+    assert compare(batch, real) is None
+    for name in ("padded", "time first", "mask"):
+        assert torch.equal(batch[name], real[name])
+    assert [len(text) for text in batch["texts"]] == [len(text) for text in real["texts"]]
+
+
+LASTS: dict[str, tuple[Callable[[list[int]], Any], str]] = {
+    "ascending": (lambda n: {"lens": torch.tensor(sorted(n))}, r"batch\['lens'\] doesn't keep the last example at its"),
+    "packed": (lambda n: torch.ones(sum(n)), r"batch has shape \(14,\) where one example is another, not \(15,\)"),
+    "a packed list": (lambda n: [0] * sum(n), r"batch has 14 entries for three examples of which the last"),
+    "another class": (lambda n: n[-1] if n[-1] == 5 else None, r"batch is a NoneType where one example is another"),
+    "other keys": (lambda n: {f"of {k}": 1 for k in sorted(set(n))}, r"batch has other entries where one example"),
+    "other sizes": (lambda n: torch.ones(min(n)), r"batch has shape \(4,\) where one example is another, not \(5,\)"),
+    "unlike items": (lambda n: ["x" if k == 5 else 1 for k in n], r"batch holds unlike items: batch\[0\] is a str"),
+}
+
+
+@pytest.mark.parametrize("case", LASTS)
+def test_a_last_example_that_cannot_be_kept_is_refused_by_its_place(case: str) -> None:
+    make, message = LASTS[case]
+    structure = find_structure(make([5, 5]), make([5, 5, 5]), other_two=make([5, 5]))
+    with pytest.raises(RefusedError, match=message):
+        with_last(structure, make([5, 5, 4]))
 
 
 REFUSALS: dict[str, tuple[Callable[[int], Any], str]] = {

@@ -54,13 +54,13 @@ def worst(collate: Callable[[CutSet], Any], cuts: list[Any], **options: Any) -> 
 
 
 def collated_copies(
-    collate: Callable[[CutSet], Any], cuts: list[Any], edges: tuple[float, int | None], size: int
+    collate: Callable[[CutSet], Any], cuts: list[Any], edges: tuple[float, int | None], size: int, *, full: bool = False
 ) -> Any:
-    """What the dataset makes of `size` copies of the stretched cut, without any tiling."""
+    """What the dataset makes of copies of the stretched cut, the last a shorter one or not, without any tiling."""
     examples = Examples(cuts, measure_length=seconds, measure_tokens=num_characters)
     examples.use_kind(0)
-    example = examples.at(edges)
-    return collate(CutSet.from_cuts([clone(example, index) for index in range(size)]))
+    chosen = [examples.at(edges)] * (size - 1) + [examples.at(edges) if full else examples.shorter(edges)]
+    return collate(CutSet.from_cuts([clone(example, index) for index, example in enumerate(chosen)]))
 
 
 def tokenize(text: str) -> list[int]:
@@ -99,7 +99,7 @@ def test_k2_datasets_are_tiled_to_what_they_would_collate(
         real = collated_copies(dataset.__getitem__, feature_cuts, (input_len, output_len), 7)
         assert compare(tiled, real) is None
         assert tiled["supervisions"]["sequence_idx"].tolist() == list(range(7))
-        assert {len(text) for text in tiled["supervisions"]["text"]} == {output_len}
+        assert [len(text) for text in tiled["supervisions"]["text"]] == [output_len] * 6 + [output_len - 1]
         assert batches.reached(input_len=input_len, output_len=output_len) == (input_len, output_len)
 
 
@@ -132,8 +132,8 @@ def test_tts_datasets_are_tiled(feature_cuts: list[Any]) -> None:
     batch = batches.batch(input_len=4.0, output_len=100, size=6)
     assert batch["audio"].shape == (6, 64000)
     assert batch["features"].shape == (6, 400, 20)
-    assert [len(tokens) for tokens in batch["tokens"]] == [100] * 6
-    assert [len(text) for text in batch["text"]] == [100] * 6
+    assert [len(tokens) for tokens in batch["tokens"]] == [100] * 5 + [99]
+    assert [len(text) for text in batch["text"]] == [100] * 5 + [99]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_text_that_the_dataset_tokenizes_reaches_the_token_edge(audio_cuts: list
     assert batches.how == "tiled"
     batch = batches.batch(input_len=3.3, output_len=77, size=9)
     assert batch["tokens"].shape == (9, 77)
-    assert batch["token_lens"].tolist() == [77] * 9
+    assert batch["token_lens"].tolist() == [77] * 8 + [76]
     assert batch["audio"].shape == (9, 52800)
 
 
@@ -210,7 +210,7 @@ def test_two_supervisions_stay_two(tmp_path: Path) -> None:
     batch = batches.batch(input_len=4.0, output_len=90, size=5)
     assert batch["supervisions"]["sequence_idx"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert len(batch["supervisions"]["text"]) == 10
-    assert sum(len(text) for text in batch["supervisions"]["text"]) == 5 * 90
+    assert sum(len(text) for text in batch["supervisions"]["text"]) == 5 * 90 - 1
     ends = batch["supervisions"]["start_sample"] + batch["supervisions"]["num_samples"]
     assert ends.max() == 64000
 
@@ -403,7 +403,8 @@ def test_other_layouts_are_tiled_to_what_they_would_collate(
     batches = worst(collate, audio_cuts)
     assert (batches.how, batches.reason) == ("tiled", None)
     tiled = batches.batch(input_len=2.5, output_len=40, size=11)
-    assert compare(tiled, collated_copies(collate, audio_cuts, (2.5, 40), 11)) is None
+    full = collate is packed_with_lengths
+    assert compare(tiled, collated_copies(collate, audio_cuts, (2.5, 40), 11, full=full)) is None
 
 
 def packed_with_offsets(cuts: CutSet) -> Any:
@@ -503,11 +504,89 @@ def test_what_cannot_be_tiled_is_collated_for_real(
     assert batches.reason is not None
     assert reason in batches.reason
     batch = batches.batch(input_len=2.0, output_len=30, size=6)
-    real = collated_copies(collate, audio_cuts, (2.0, 30), 6)
+    full = collate in (packed_with_offsets, packed_sequence, jagged, keyed_by_id)
+    real = collated_copies(collate, audio_cuts, (2.0, 30), 6, full=full)
     assert type(batch) is type(real)
     if not isinstance(batch, (dict, Unknown)):
         return
     assert shape_of(batch) == shape_of(real)
+
+
+def ascending(cuts: CutSet) -> Any:
+    return padded(cuts.sort_by_duration(ascending=True))
+
+
+def stacked(cuts: CutSet) -> Any:
+    return {"audio": torch.stack([torch.from_numpy(cut.load_audio()[0]) for cut in cuts])}
+
+
+def descending_with_mask(cuts: CutSet) -> Any:
+    batch = padded(cuts.sort_by_duration(ascending=False))
+    return {**batch, "mask": torch.arange(batch["audio"].shape[1]) < batch["audio_lens"][:, None]}
+
+
+def lists_of_waves(cuts: CutSet) -> Any:
+    waves = [torch.from_numpy(cut.load_audio()[0]) for cut in cuts]
+    return {"waves": waves, "lens": [len(wave) for wave in waves], "index": list(range(len(waves)))}
+
+
+@pytest.mark.parametrize("collate", [padded, descending_with_mask, batch_by_batch_mask])
+def test_the_last_of_several_examples_is_shorter_and_no_padded_size_is(
+    collate: Callable[[CutSet], Any], audio_cuts: list[Any]
+) -> None:
+    batches = worst(collate, audio_cuts)
+    for size in (2, 5, 9):
+        batch = batches.batch(input_len=3.0, output_len=40, size=size)
+        assert batch["audio"].shape == (size, 48000)
+        assert batch["tokens"].shape == (size, 40)
+        assert batch["audio_lens"].tolist() == [48000] * (size - 1) + [48000 - 3200]
+        assert batch["token_lens"].tolist() == [40] * (size - 1) + [39]
+        assert batch["audio"][-1, 44800:].abs().max() == 0
+        assert batch["audio"][-2, 44800:].abs().max() > 0
+        if "mask" in batch and collate is descending_with_mask:
+            assert batch["mask"].sum(1).tolist() == batch["audio_lens"].tolist()
+    one = batches.batch(input_len=3.0, output_len=40, size=1)
+    assert one["audio_lens"].tolist() == [48000]
+    assert one["token_lens"].tolist() == [40]
+
+
+def test_very_short_examples_are_shorter_by_a_fifth(audio_cuts: list[Any]) -> None:
+    batch = worst(padded, audio_cuts).batch(input_len=0.4, output_len=1, size=3)
+    assert batch["audio_lens"].tolist() == [6400, 6400, 5120]
+    assert batch["token_lens"].tolist() == [1, 1, 1]
+
+
+def test_unpadded_lists_end_in_a_shorter_example(audio_cuts: list[Any]) -> None:
+    batches = worst(lists_of_waves, audio_cuts)
+    batch = batches.batch(input_len=3.0, output_len=None, size=4)
+    assert batches.how == "tiled"
+    assert [len(wave) for wave in batch["waves"]] == batch["lens"] == [48000] * 3 + [44800]
+    assert batch["index"] == [0, 1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.parametrize(
+    ("collate", "how"),
+    [
+        (ascending, "tiled"),
+        (stacked, "tiled"),
+        (packed_with_lengths, "tiled"),
+        (packed_with_offsets, "collated"),
+        (jagged, "collated"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_all_examples_are_full_where_a_shorter_one_cannot_be_or_would_shrink_the_batch(
+    collate: Callable[[CutSet], Any], how: str, audio_cuts: list[Any]
+) -> None:
+    batches = worst(collate, audio_cuts)
+    batch = batches.batch(input_len=3.0, output_len=40, size=6)
+    assert batches.how == how
+    audio = batch["packed" if "packed" in batch else "audio"]
+    assert (audio.values() if audio.is_nested else audio).numel() == 6 * 48000
+    for name in ("audio_lens", "lens"):
+        if name in batch:
+            assert batch[name].tolist() == [48000] * 6
 
 
 def without_repeated_texts(cuts: CutSet) -> Any:
@@ -542,7 +621,7 @@ def test_speed_perturbation_is_measured_at_its_longest(audio_cuts: list[Any]) ->
         assert batch["inputs"].shape == (size, 124444)
         assert batch["supervisions"]["sequence_idx"].tolist() == list(range(size))
     assert batches.how == "tiled"
-    assert batch["supervisions"]["num_samples"].tolist() == [124444] * 32
+    assert batch["supervisions"]["num_samples"].tolist() == [124444] * 31 + [120889]
 
 
 def test_lengths_drawn_from_a_continuum_are_taken_near_their_longest(audio_cuts: list[Any]) -> None:
