@@ -164,8 +164,16 @@ def dataset_fields(dataset: Any) -> dict[str, str]:
 
 
 def batch_fields(batch: Any) -> dict[str, str]:
-    """Describe a batch: names, dtypes and numbers of dimensions, no sizes and no values."""
-    return {"batch": ", ".join(_batch_parts(batch, "")) or type(batch).__qualname__}
+    """Describe a batch: names, dtypes and numbers of dimensions, then all sizes; no values.
+
+    :param batch: of so many examples of such a length that its sizes are the same in every process.
+    :return: ``batch`` and ``batch.sizes``, where it has any.
+    """
+    fields = {"batch": ", ".join(_batch_parts(batch, "", sizes=False)) or type(batch).__qualname__}
+    sizes = ", ".join(_batch_parts(batch, "", sizes=True))
+    if sizes:
+        fields["batch.sizes"] = sizes
+    return fields
 
 
 def _describe(value: Any, name: str, found: dict[str, str], *, depth: int, seen: set[int]) -> None:
@@ -194,23 +202,25 @@ def _is_data(cls: type) -> bool:
     return parts[0] in sys.stdlib_module_names or parts[0] in {"numpy", "torch"} or parts[:2] in _DATA_MODULES
 
 
-def _batch_parts(value: Any, name: str) -> Iterator[str]:
+def _batch_parts(value: Any, name: str, *, sizes: bool) -> Iterator[str]:
     if hasattr(value, "dtype") and hasattr(value, "shape"):
-        yield f"{name or 'batch'}: {str(value.dtype).removeprefix('torch.')} {len(value.shape)}d"
+        if not sizes:
+            yield f"{name or 'batch'}: {str(value.dtype).removeprefix('torch.')} {len(value.shape)}d"
+        elif len(value.shape):
+            yield f"{name or 'batch'}: {'x'.join(map(str, value.shape))}"
     elif isinstance(value, Mapping):
         for key in sorted(value, key=str):
-            yield from _batch_parts(value[key], f"{name}.{key}".lstrip("."))
+            yield from _batch_parts(value[key], f"{name}.{key}".lstrip("."), sizes=sizes)
     elif isinstance(value, tuple):
         for index, item in enumerate(value):
-            yield from _batch_parts(item, f"{name}.{index}".lstrip("."))
+            yield from _batch_parts(item, f"{name}.{index}".lstrip("."), sizes=sizes)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from _batch_parts(getattr(value, field.name), f"{name}.{field.name}".lstrip("."))
+            yield from _batch_parts(getattr(value, field.name), f"{name}.{field.name}".lstrip("."), sizes=sizes)
     elif isinstance(value, list) and any(hasattr(item, "dtype") for item in value):
         # A list may have one entry an example, so it is described by what kinds of entries there are.
-        kinds = dict.fromkeys(part for item in value for part in _batch_parts(item, f"{name}[]"))
-        yield from kinds
-    else:
+        yield from dict.fromkeys(part for item in value for part in _batch_parts(item, f"{name}[]", sizes=sizes))
+    elif not sizes:
         yield f"{name or 'batch'}: {type(value).__qualname__}"
 
 

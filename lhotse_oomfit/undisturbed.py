@@ -20,7 +20,7 @@ import torch
 from lhotse.cut import Cut, CutSet
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["reseed", "undisturbed", "untracked"]
+__all__ = ["Generators", "reseed", "undisturbed", "untracked"]
 
 _MAX_OBJECTS = 20_000  # a dataset with more parts than this holds data, not transforms
 _LEAVES = (
@@ -37,11 +37,15 @@ _LEAVES = (
     np.ndarray,
     Cut,
     CutSet,
+    random.SystemRandom,  # has no state
 )
 _FOREIGN = frozenset(
     {"threading", "_thread", "concurrent", "queue", "multiprocessing", "asyncio", "logging", "io", "_io", "h5py"}
     | {"lightning", "pytorch_lightning", "rich", "tqdm", "sentencepiece"}
 )  # machinery with state of its own, which may run in other threads; no place for a dataset's random numbers
+
+
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
 
 
 def reseed(seed: int) -> None:
@@ -57,6 +61,38 @@ def untracked() -> AbstractContextManager[Any]:
     A tracker of storages meets the batch when the training step first touches it.
     """
     return _disable_current_modes()
+
+
+class Generators:
+    """The global generators, and those that some objects reach: an object's own are seeded like the global ones.
+
+    Without that, what a transform draws would depend on the process, and on what was drawn before.
+    """
+
+    def __init__(self, *roots: Any) -> None:
+        self._roots = roots
+        self._own: list[Any] = []
+
+    def find(self) -> bool:
+        """Look for generators again, since some are made on first use; whether there are others than before."""
+        known = {id(generator) for generator in self._own}
+        self._own = [value for value in _reachable(self._roots) if isinstance(value, _GENERATORS)]
+        return any(id(generator) not in known for generator in self._own)
+
+    def reseed(self, seed: int) -> None:
+        """Seed all of them."""
+        reseed(seed)
+        for index, generator in enumerate(self._own):
+            _seed(generator, 101 * seed + index + 1)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed % 2**32)
 
 
 @contextmanager
@@ -130,7 +166,7 @@ def _reachable(roots: tuple[Any, ...]) -> Iterator[Any]:
             continue
         seen.add(id(value))
         keep_alive.append(value)
-        if isinstance(value, (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)):
+        if isinstance(value, _GENERATORS):
             yield value
         elif isinstance(value, (list, deque, set)):
             if len(value) < _MAX_OBJECTS:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from lhotse_oomfit.batch_shape import (
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError, WorstCaseError
 from lhotse_oomfit.stretch import PlainCut, clone, independent
 from lhotse_oomfit.template import Edges, Examples, fit_to_edges
-from lhotse_oomfit.undisturbed import reseed, undisturbed, untracked
+from lhotse_oomfit.undisturbed import Generators, undisturbed, untracked
 
 __all__ = ["WorstCaseBatches", "stretch_cut"]
 
@@ -90,6 +91,8 @@ class WorstCaseBatches:
         self._examples = Examples(cuts, measure_length=measure_length, measure_tokens=measure_tokens)
         self._num_cuts = len(cuts)
         self._seed = seed
+        self._generators = Generators(collate)
+        self._is_first_call = True
         self._reason: str | None = None if tile else "tiling was switched off"
         self._prepared = False
         self._distinct = False
@@ -105,8 +108,8 @@ class WorstCaseBatches:
     @property
     def how(self) -> str:
         """``"tiled"``, or ``"collated"`` from the bucket on at which tiling was refused; :attr:`reason` says why."""
-        with undisturbed(self._collate), untracked():
-            self._prepare()
+        with self._apart():
+            pass
         return "tiled" if self._reason is None else "collated"
 
     @property
@@ -127,8 +130,7 @@ class WorstCaseBatches:
         """
         _validate(input_len, output_len, size)
         edges = (float(input_len), output_len)
-        with undisturbed(self._collate), untracked():
-            self._prepare()
+        with self._apart():
             if self._reason is None:
                 try:
                     return tiling.tile(self._structure(edges), int(size))
@@ -139,9 +141,15 @@ class WorstCaseBatches:
     def reached(self, *, input_len: float, output_len: int | None) -> tuple[float, int | None]:
         """Return the length and number of tokens, by the user's measures, of the example made for these edges."""
         _validate(input_len, output_len, 1)
-        with undisturbed(self._collate), untracked():
-            self._prepare()
+        with self._apart():
             return self._measured(self._examples.at((float(input_len), output_len)))
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        with undisturbed(self._collate), untracked():
+            self._is_first_call = True
+            self._prepare()
+            yield
 
     # ---- preparation, once
 
@@ -416,9 +424,8 @@ class WorstCaseBatches:
         return self._call(copies, draw, f"{size} copies of cut {example.id!r}")
 
     def _call(self, cuts: list[Cut], draw: int, what: str) -> Any:
-        reseed(self._seed + draw)
         try:
-            batch = self._collate(CutSet.from_cuts([independent(cut) for cut in cuts]))
+            batch = self._seeded(cuts, draw)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
@@ -432,6 +439,18 @@ class WorstCaseBatches:
                 "batch from its __getitem__ (and from collate_fn), and if it drops what it can't read, such as cuts "
                 "held in memory, pass make_batch(batch_size, input_len, output_len)"
             )
+        return batch
+
+    def _seeded(self, cuts: list[Cut], draw: int) -> Any:
+        """Collate with the random numbers of one draw, the same in every process."""
+        if self._is_first_call:
+            self._generators.find()
+        self._generators.reseed(self._seed + draw)
+        batch = self._collate(CutSet.from_cuts([independent(cut) for cut in cuts]))
+        if self._is_first_call:
+            self._is_first_call = False
+            if self._generators.find():  # made just now, and seeded by chance
+                return self._seeded(cuts, draw)
         return batch
 
     def _measured(self, cut: DataCut) -> tuple[float, int | None]:

@@ -482,12 +482,15 @@ def test_a_batch_is_described_by_names_dtypes_and_dimensions() -> None:
         "supervisions": {"text": ["a"], "num_frames": torch.zeros(3, dtype=torch.int32)},
     }
     assert batch_fields(batch) == {
-        "batch": "inputs: float32 3d, supervisions.num_frames: int32 1d, supervisions.text: list"
+        "batch": "inputs: float32 3d, supervisions.num_frames: int32 1d, supervisions.text: list",
+        "batch.sizes": "inputs: 3x4x5, supervisions.num_frames: 3",
     }
     assert (
         batch_fields([torch.zeros(2, 3), torch.zeros(2), torch.zeros(4)])["batch"] == "[]: float32 2d, []: float32 1d"
     )
     assert batch_fields(tuple(batch.values()))["batch"].startswith("0: float32 3d, 1.num_frames: int32 1d")
+    assert batch_fields([torch.zeros(2, 3), torch.zeros(4)])["batch.sizes"] == "[]: 2x3, []: 4"
+    assert batch_fields("text") == {"batch": "batch: str"}
 
 
 names = st.dictionaries(st.text(min_size=1, max_size=20), st.text(max_size=50), max_size=8)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import random
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from lhotse import CutSet
+from lhotse.dataset import SpecAugment
+from lhotse.dataset.cut_transforms import PerturbSpeed
 from tiny_asr import TinyDataset, TinyModel, tiny_cuts, tiny_sampler
 
 from lhotse_oomfit.shapes import WorstCases
@@ -16,7 +25,7 @@ from lhotse_oomfit.training import Training
 
 
 def worst_cases(
-    sampler: Any = None, collate: Callable[[CutSet], Any] | None = None, *, cuts: list[Any] | None = None
+    sampler: Any = None, collate: Callable[[CutSet], Any] | None = None, *, make_batch: Any = None
 ) -> WorstCases:
     dataset = TinyDataset()
     training = Training(
@@ -25,9 +34,10 @@ def worst_cases(
         collate=dataset.__getitem__ if collate is None else collate,
         dataset=dataset,
         optimizers=(),
+        make_batch=make_batch,
     )
     sampler = tiny_sampler() if sampler is None else sampler
-    return WorstCases(sampler, training, sampler.sample_cuts(40) if cuts is None else cuts)
+    return WorstCases(sampler, training, sampler.sample_cuts(40))
 
 
 GUESS = (
@@ -66,3 +76,70 @@ def test_nothing_is_told_where_nothing_is_guessed(
     with caplog.at_level(logging.WARNING):
         worst_cases(make_sampler(), features_only)
     assert caplog.text == ""
+
+
+def augmented(**options: Any) -> dict[str, str]:
+    """The fields with every length and every mask drawn at random, from generators that nobody seeded."""
+    sampler = tiny_sampler()
+    sampler.map(PerturbSpeed(factors=[0.9, 1.1], p=0.5))
+    augment, dataset = SpecAugment(p=0.9, **options), TinyDataset()
+
+    def collate(cuts: CutSet) -> Any:
+        batch = dataset[cuts]
+        return {**batch, "features": augment(batch["features"])}
+
+    return worst_cases(sampler, collate).batch_fields()
+
+
+def test_processes_with_other_seeds_see_the_same_batch() -> None:
+    code = """
+import json, random, sys
+import numpy, torch
+seed = int(sys.argv[1])
+random.seed(seed), numpy.random.seed(seed), torch.manual_seed(seed)
+from test_shapes import augmented
+print(json.dumps(augmented()))
+"""
+    here = Path(__file__).parent
+    runs = []
+    for seed in ("1", "2"):
+        path = os.pathsep.join([str(here), str(here.parent)])
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+        runs.append(
+            subprocess.Popen([sys.executable, "-c", code, seed], env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    seen = [json.loads(run.communicate(timeout=120)[0]) for run in runs]
+    assert seen[0] == seen[1]
+    assert seen[0]["batch.sizes"] == "feature_lens: 2, features: 2x111x16, token_lens: 2, tokens: 2x12"
+
+
+def test_the_batch_is_the_same_whatever_was_drawn_before() -> None:
+    first = augmented()
+    for seed in range(3):
+        random.seed(seed), np.random.seed(seed), torch.manual_seed(seed)
+        assert augmented() == first
+
+
+def test_a_dataset_or_a_map_that_doubles_the_length_is_seen() -> None:
+    dataset = TinyDataset()
+
+    def doubled(cuts: CutSet) -> Any:
+        batch = dataset[cuts]
+        return {**batch, "features": batch["features"].repeat(1, 2, 1)}
+
+    usual, by_dataset = worst_cases().batch_fields(), worst_cases(collate=doubled).batch_fields()
+    slower = tiny_sampler()
+    slower.map(lambda cuts: CutSet.from_cuts(cut.perturb_speed(0.5) for cut in cuts))
+    by_map = worst_cases(slower).batch_fields()
+    assert usual["batch.sizes"] == "feature_lens: 2, features: 2x100x16, token_lens: 2, tokens: 2x12"
+    assert by_dataset["batch.sizes"] == "feature_lens: 2, features: 2x200x16, token_lens: 2, tokens: 2x12"
+    assert by_map["batch.sizes"] == "feature_lens: 2, features: 2x200x16, token_lens: 2, tokens: 2x12"
+    assert usual["batch"] == by_dataset["batch"] == by_map["batch"]
+
+
+def test_sizes_that_make_batch_draws_at_random_stay_out() -> None:
+    sizes = iter(range(10, 20))
+    cases = worst_cases(make_batch=lambda **options: torch.zeros(options["batch_size"], next(sizes)))
+    assert cases.batch_fields() == {"batch": "batch: float32 2d"}
+    fixed = worst_cases(make_batch=lambda **options: torch.zeros(options["batch_size"], 7))
+    assert fixed.batch_fields() == {"batch": "batch: float32 2d", "batch.sizes": "batch: 2x7"}

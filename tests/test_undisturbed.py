@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from lhotse_oomfit.undisturbed import reseed, undisturbed
+from lhotse_oomfit.undisturbed import Generators, reseed, undisturbed
 
 
 def draw() -> tuple[float, float, float]:
@@ -137,3 +137,28 @@ def test_cycles_and_data_are_passed_by() -> None:
         loop["new"] = 1
     assert "new" not in loop
     assert loop["data"].tolist() == [2.0, 2.0, 2.0], "tensors are data, and no business of this module"
+
+
+@pytest.mark.parametrize("root", [reach_by_attribute, lambda transform: lambda index: transform()])
+def test_generators_within_reach_are_seeded_and_those_made_later_are_found(root: Any) -> None:
+    drawn = []
+    for _ in range(2):
+        transform = Transform()
+        generators = Generators(root(transform))
+        transform.python.random()
+        assert generators.find()
+        assert not generators.find()
+        assert transform() != Transform()
+        assert generators.find(), "one was made on first use"
+        generators.reseed(5)
+        drawn.append(transform())
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 5
+
+
+def test_the_system_s_own_generator_has_no_state_to_keep() -> None:
+    holder = [random.SystemRandom()]
+    generators = Generators(holder)
+    with undisturbed(holder):
+        assert not generators.find()
+        generators.reseed(1)
