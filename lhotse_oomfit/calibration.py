@@ -111,6 +111,7 @@ def measure_sizes(
     memory: MemoryBackend,
     budget_bytes: int,
     gradient_bytes: int,
+    forward_gradients: bool = False,
     headroom_bytes: int = 0,
     max_size: int,
     num_soak_steps: int = 0,
@@ -123,6 +124,7 @@ def measure_sizes(
     :param memory: what `runner` measures with.
     :param budget_bytes: the peak not to be exceeded, of reserved memory where the allocator reserves.
     :param gradient_bytes: what all gradients take.
+    :param forward_gradients: whether they are alive in the forward pass, without being there before the step begins.
     :param headroom_bytes: how far a trial may exceed the budget without running out of memory.
     :param max_size: no size above this one.
     :param num_soak_steps: after the search, so many steps at full size in shuffled order under a hard cap at the
@@ -133,12 +135,12 @@ def measure_sizes(
     started = time.monotonic()
     with memory.measure() as usage:
         pass
-    resident_bytes = usage().allocated_bytes
+    resident_bytes = usage().allocated_bytes + (gradient_bytes if forward_gradients else 0)
     if resident_bytes >= budget_bytes:
         raise CalibrationError(
-            f"the model and optimizer state take {format_bytes(resident_bytes)}, which leaves nothing of the budget of "
-            f"{format_bytes(budget_bytes)} for a batch; raise memory_fraction (or memory_limit), free what else is on "
-            f"the device, or use a smaller model"
+            f"model, optimizer state and gradients take {format_bytes(resident_bytes)}, which leaves nothing of the "
+            f"budget of {format_bytes(budget_bytes)} for a batch; raise memory_fraction (or memory_limit), free what "
+            f"else is on the device, or use a smaller model"
         )
     search = Search(
         shapes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -16,6 +17,7 @@ import torch
 
 from lhotse_oomfit import __version__
 from lhotse_oomfit.arguments import check_profile_bins
+from lhotse_oomfit.bytecode import callable_digest
 from lhotse_oomfit.calibration import Measurement, measure_sizes, refuse_unfit, wake_optimizers
 from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError
 from lhotse_oomfit.fingerprint import Fingerprint
@@ -35,6 +37,7 @@ from lhotse_oomfit.training import (
     gradient_bytes,
     loop_training,
     parts_of,
+    refuse_own_groups,
     resident_tensors,
 )
 from lhotse_oomfit.traits import dataset_fields, environment_fields, model_fields, optimizer_fields
@@ -143,18 +146,11 @@ def calibrate(
 
 def calibrate_training(sampler: CalibratedBucketingSampler, training: Training, options: CalibrationOptions) -> Profile:
     """:func:`calibrate` for a training that is described by a :class:`Training`; arguments and errors are the same."""
-    if not isinstance(sampler, CalibratedBucketingSampler):
-        raise InvalidArgumentError(
-            f"sampler must be a CalibratedBucketingSampler, it is {type(sampler).__name__}: replace Lhotse's "
-            f"DynamicBucketingSampler by it and pass bucket_batch_size='auto'"
-        )
-    if not sampler.is_auto:
-        raise InvalidArgumentError(
-            "sampler has fixed batch sizes, there is nothing to calibrate; make it with bucket_batch_size='auto'"
-        )
     ranks = current_ranks(
         heartbeat_timeout_s=options.heartbeat_timeout, calibration_timeout_s=options.calibration_timeout
     )
+    if ranks.world_size > 1:
+        refuse_own_groups(training.module, training.optimizers)
     job = _Job(sampler=sampler, training=training, options=options, ranks=ranks)
     profile = parse(ranks.first(lambda: job.run().encode()))
     sampler.apply(profile)
@@ -195,11 +191,14 @@ class _Job:
         self.sampler = sampler
         self.training = training
         self.options = options
-        self.memory = backend_for(
-            training.device, memory_limit=options.memory_limit, resident=lambda: resident_tensors(training)
-        )
-        self.allocator = self.memory.prepare()
-        self.budget_bytes = ranks.minimum(_budget(self.memory, self.allocator, options))
+        self.memory: MemoryBackend
+        said = ranks.gather(self._prepare)
+        if len({bins for _, bins in map(json.loads, said)}) > 1:
+            raise InvalidArgumentError(
+                "the ranks' samplers have different duration_bins, as estimates from each rank's own part of the data "
+                "are; pass duration_bins, the same on every rank"
+            )
+        self.budget_bytes = min(budget for budget, _ in map(json.loads, said))
         if self.budget_bytes <= 0:
             raise CalibrationError(
                 f"no memory is left to calibrate with: {format_bytes(max(0, self.memory.budget(1.0).free_bytes))} of "
@@ -207,6 +206,19 @@ class _Job:
             )
         self.world_size = options.world_size or ranks.world_size
         self.store = ProfileStore(options.cache)
+
+    def _prepare(self) -> str:
+        """What this rank has to say before any measures: its budget, and its bins to compare."""
+        _check_sampler(self.sampler)
+        self.memory = backend_for(
+            self.training.device,
+            memory_limit=self.options.memory_limit,
+            resident=lambda: resident_tensors(self.training),
+        )
+        self.allocator = self.memory.prepare()
+        budget_bytes = _budget(self.memory, self.allocator, self.options)
+        bins = self.sampler.bins
+        return json.dumps([budget_bytes, repr(bins.as_lists()) if bins is not None else ""])
 
     def run(self) -> Profile:
         with self._reading() as worst_case:
@@ -281,7 +293,13 @@ class _Job:
         """Runs training steps as training will run them: optimizer state is there, gradients too where they live on.
         Afterwards everything is as before."""
         training, memory = self.training, self.memory
-        wake = not all(optimizer.state for optimizer in training.optimizers)
+        wake = not all(
+            parameter in optimizer.state
+            for optimizer in training.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        )
         keep_gradients = training.accumulate_grad_batches > 1
         with leave_no_trace(
             training.module,
@@ -291,7 +309,8 @@ class _Job:
             [*training.extras, *parts_of(training.dataset)],
             parameters=wake,
         ):
-            training.module.train()
+            if not training.module.training:
+                training.module.train()  # parts that are kept in eval mode within a training model stay so
             training.step.zero_grad()
             if wake:
                 peak_bytes = wake_optimizers(training.step, memory, training.module.parameters())
@@ -322,6 +341,7 @@ class _Job:
                 memory=memory,
                 budget_bytes=self.budget_bytes,
                 gradient_bytes=gradient_bytes(self.training.module),
+                forward_gradients=self.training.forward_gradients,
                 headroom_bytes=memory.budget(1.0).bytes - self.budget_bytes,
                 max_size=options.max_batch_size or _MAX_SIZE,
                 num_soak_steps=num_soak_steps if memory.name == "cuda" else 0,
@@ -362,6 +382,11 @@ class _Job:
             "accumulated gradients": str(training.accumulate_grad_batches > 1),
             "ranks": "several" if self.world_size > 1 else "one",
             **training.settings,
+            **{
+                f"code.{name}": callable_digest(function)
+                for name, function in {**training.functions, **self.sampler.functions}.items()
+                if function is not None
+            },
             **model_fields(training.module),
             **optimizer_fields(list(training.optimizers)),
             **environment_fields(),
@@ -371,6 +396,18 @@ class _Job:
             "lhotse-oomfit": __version__.rpartition(".")[0],
         }
         return Fingerprint(fields=fields)
+
+
+def _check_sampler(sampler: CalibratedBucketingSampler) -> None:
+    if not isinstance(sampler, CalibratedBucketingSampler):
+        raise InvalidArgumentError(
+            f"sampler must be a CalibratedBucketingSampler, it is {type(sampler).__name__}: replace Lhotse's "
+            f"DynamicBucketingSampler by it and pass bucket_batch_size='auto'"
+        )
+    if not sampler.is_auto:
+        raise InvalidArgumentError(
+            "sampler has fixed batch sizes, there is nothing to calibrate; make it with bucket_batch_size='auto'"
+        )
 
 
 def _budget(memory: MemoryBackend, allocator: str, options: CalibrationOptions) -> int:

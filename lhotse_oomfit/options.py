@@ -51,6 +51,10 @@ class CalibrationOptions:
     world_size: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("memory_fraction", "heartbeat_timeout", "calibration_timeout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise InvalidArgumentError(f"{name} must be a number, it is {value!r}")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise InvalidArgumentError(
                 f"memory_fraction must lie above 0 and at most at 1, it is {self.memory_fraction!r}; pass for instance "
@@ -61,8 +65,9 @@ class CalibrationOptions:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise InvalidArgumentError(f"{name} must be a whole number of at least 1, it is {value!r}")
-        if self.num_soak_steps is not None and self.num_soak_steps < 0:
-            raise InvalidArgumentError(f"num_soak_steps must be at least 0, it is {self.num_soak_steps!r}")
+        soak = self.num_soak_steps
+        if soak is not None and (isinstance(soak, bool) or not isinstance(soak, int) or soak < 0):
+            raise InvalidArgumentError(f"num_soak_steps must be a whole number of at least 0, it is {soak!r}")
         for name in ("heartbeat_timeout", "calibration_timeout"):
             if not getattr(self, name) > 0:
                 raise InvalidArgumentError(f"{name} must be seconds above 0, it is {getattr(self, name)!r}")

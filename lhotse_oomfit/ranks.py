@@ -54,10 +54,10 @@ class Ranks(Protocol):
         :raises RankFailedError: on the waiting ranks, if rank 0 failed, fell silent or took too long; with its error.
         """
 
-    def minimum(self, value: int) -> int:
-        """The smallest `value` of all ranks.
+    def gather(self, work: Callable[[], str]) -> list[str]:
+        """What `work` gives on every rank, in the order of ranks.
 
-        :raises RankFailedError: if a rank failed or fell silent before it said its value.
+        :raises RankFailedError: if another rank's `work` failed, with its error, or if a rank fell silent.
         """
 
 
@@ -71,9 +71,9 @@ class SingleRank:
         """Run `work`."""
         return work()
 
-    def minimum(self, value: int) -> int:
-        """`value`."""
-        return value
+    def gather(self, work: Callable[[], str]) -> list[str]:
+        """What `work` gives."""
+        return [work()]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,47 +108,53 @@ class StoreRanks:
     def first(self, work: Callable[[], str]) -> str:
         """See :meth:`Ranks.first`."""
         key = self._next_key("first")
-        if self.rank == 0:
-            return self._lead(key, work)
-        return self._await(key, leader=0, heartbeat=f"{key}/heartbeat")
+        if self.rank > 0:
+            return self._await(key, leader=0)
+        with self._heart():
+            return self._publish(key, work)
 
-    def minimum(self, value: int) -> int:
-        """See :meth:`Ranks.minimum`."""
-        key = self._next_key("minimum")
-        self._store.set(f"{key}/{self.rank}", json.dumps({"result": str(value)}))
-        values = [value if r == self.rank else int(self._await(f"{key}/{r}", leader=r)) for r in range(self.world_size)]
-        return min(values)
+    def gather(self, work: Callable[[], str]) -> list[str]:
+        """See :meth:`Ranks.gather`."""
+        key = self._next_key("gather")
+        with self._heart():
+            own = self._publish(f"{key}/{self.rank}", work)
+            return [own if r == self.rank else self._await(f"{key}/{r}", leader=r) for r in range(self.world_size)]
 
     def _next_key(self, name: str) -> str:
         # Ranks make the same calls in the same order, so that counting gives them the same keys.
         self._num_calls += 1
         return f"{self._num_calls}/{name}"
 
-    def _lead(self, key: str, work: Callable[[], str]) -> str:
-        stop = threading.Event()
-        interval_s = min(_HEARTBEAT_S, self._timeouts.heartbeat_s / 4)
-        thread = threading.Thread(
-            target=self._beat, args=(f"{key}/heartbeat", stop, interval_s), name="oomfit-heartbeat", daemon=True
-        )
-        thread.start()
+    def _publish(self, key: str, work: Callable[[], str]) -> str:
+        """Run `work`, and let the other ranks know what came of it."""
         try:
             result = work()
         except BaseException as error:
-            stop.set()
             self._store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
             self._wait_for_readers(key)
             raise
-        finally:
-            stop.set()
-            thread.join()
         self._store.set(key, json.dumps({"result": result}))
-        self._wait_for_readers(key)
+        if self.rank == 0:
+            self._wait_for_readers(key)
         return result
 
-    def _beat(self, key: str, stop: threading.Event, interval_s: float) -> None:
+    @contextmanager
+    def _heart(self) -> Iterator[None]:
+        """Prove while inside that this rank is alive."""
+        stop = threading.Event()
+        interval_s = min(_HEARTBEAT_S, self._timeouts.heartbeat_s / 4)
+        thread = threading.Thread(target=self._beat, args=(stop, interval_s), name="oomfit-heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join(interval_s)
+
+    def _beat(self, stop: threading.Event, interval_s: float) -> None:
         while not stop.is_set():
             try:
-                self._store.add(key, 1)
+                self._store.add(f"heart/{self.rank}", 1)
             except (RuntimeError, ConnectionError) as error:
                 logger.warning("the heartbeat to the waiting ranks failed: %s", error)
                 return
@@ -156,7 +162,7 @@ class StoreRanks:
 
     def _wait_for_readers(self, key: str) -> None:
         deadline = time.monotonic() + _FAREWELL_S
-        readers = [f"{key}/read/{rank}" for rank in range(1, self.world_size)]
+        readers = [f"{key}/read/{rank}" for rank in range(self.world_size) if rank != self.rank]
         while time.monotonic() < deadline:
             try:
                 if self._store.check(readers):
@@ -165,14 +171,12 @@ class StoreRanks:
                 return
             time.sleep(_POLL_S)
 
-    def _await(self, key: str, *, leader: int, heartbeat: str | None = None) -> str:
-        """Wait until `key` is set. Without a heartbeat to watch, silence is the key's own absence."""
+    def _await(self, key: str, *, leader: int) -> str:
+        """Wait until `key` is set, as long as the leader's heart beats. One that has not begun to beat is only late."""
         inbox: queue.Queue[tuple[str, str]] = queue.Queue()
         stop = threading.Event()
         # The store is asked from a thread of its own: if the process that serves it is stopped, a request never ends.
-        threading.Thread(
-            target=self._watch, args=(key, heartbeat, inbox, stop), name="oomfit-watch", daemon=True
-        ).start()
+        threading.Thread(target=self._watch, args=(key, leader, inbox, stop), name="oomfit-watch", daemon=True).start()
         try:
             message = json.loads(self._listen(inbox, leader))
         finally:
@@ -182,19 +186,18 @@ class StoreRanks:
         result: str = message["result"]
         return result
 
-    def _watch(
-        self, key: str, heartbeat: str | None, inbox: queue.Queue[tuple[str, str]], stop: threading.Event
-    ) -> None:
+    def _watch(self, key: str, leader: int, inbox: queue.Queue[tuple[str, str]], stop: threading.Event) -> None:
         """Poll the store, and put into `inbox` what it says: a beat, the message, or that it is lost."""
         beats = 0
         try:
             while not stop.is_set():
+                inbox.put(("poll", ""))
                 if self._store.check([key]):
                     message = self._store.get(key).decode()
                     self._store.set(f"{key}/read/{self.rank}", "1")
                     inbox.put(("message", message))
                     return
-                if heartbeat is not None and (now_beats := self._store.add(heartbeat, 0)) != beats:
+                if (now_beats := self._store.add(f"heart/{leader}", 0)) != beats:
                     beats = now_beats
                     inbox.put(("beat", ""))
                 stop.wait(_POLL_S)
@@ -202,7 +205,8 @@ class StoreRanks:
             inbox.put(("lost", str(error).partition("\n")[0]))
 
     def _listen(self, inbox: queue.Queue[tuple[str, str]], leader: int) -> str:
-        started = last_beat = last_log = time.monotonic()
+        started = last_log = last_poll = time.monotonic()
+        last_beat: float | None = None
         while True:
             try:
                 what, text = inbox.get(timeout=_POLL_S)
@@ -211,6 +215,8 @@ class StoreRanks:
             now = time.monotonic()
             if what == "message":
                 return text
+            if what != "nothing":
+                last_poll = now  # the store answers
             if what == "beat":
                 last_beat = now
             if what == "lost":
@@ -218,9 +224,10 @@ class StoreRanks:
                     f"rank {self.rank} lost the connection to the job's store while it waited for rank {leader}, "
                     f"which usually means that the process serving it died ({text}); see its log"
                 )
-            if now - last_beat > self._timeouts.heartbeat_s:
+            silent_s = now - min(last_poll, last_beat or last_poll)
+            if silent_s > self._timeouts.heartbeat_s:
                 raise RankFailedError(
-                    f"rank {leader} was silent for {now - last_beat:.0f} s while rank {self.rank} waited for it "
+                    f"rank {leader} was silent for {silent_s:.0f} s while rank {self.rank} waited for it "
                     f"(heartbeat_timeout is {self._timeouts.heartbeat_s:g} s); it was killed, stopped or hangs: see "
                     f"its log"
                 )

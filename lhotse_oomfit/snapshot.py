@@ -123,7 +123,8 @@ class Snapshot:
             )
 
     def _leave_out_values(self, model: torch.nn.Module, optimizers: list[Any]) -> None:
-        tensors: list[torch.Tensor] = list(model.parameters())
+        # Only an optimizer changes parameters that need gradients; others a forward pass may change (an EMA teacher).
+        tensors: list[torch.Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for optimizer in optimizers:
             for inner in _unwrapped(optimizer):
                 state = inner.__dict__.get("state") if isinstance(inner, Optimizer) else None

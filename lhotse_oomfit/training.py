@@ -21,6 +21,7 @@ __all__ = [
     "gradient_bytes",
     "loop_training",
     "parts_of",
+    "refuse_own_groups",
     "resident_tensors",
     "unwrap_dataset",
     "unwrap_model",
@@ -41,7 +42,9 @@ class Training:
     :param optimizers, schedulers, scalers, extras: whose state the trials must leave as it is.
     :param make_batch: makes worst-case batches instead of `collate`.
     :param accumulate_grad_batches: above 1, gradients are alive while a forward pass runs.
+    :param forward_gradients: whether `step` runs its forward pass with the last step's gradients still alive.
     :param settings: what else decides memory, for the fingerprint: precision, strategy, ...
+    :param functions: the user's functions that decide what a step does, by name, for the fingerprint.
     """
 
     module: torch.nn.Module
@@ -54,6 +57,8 @@ class Training:
     extras: Sequence[Any] = ()
     make_batch: MakeBatch | None = None
     accumulate_grad_batches: int = 1
+    forward_gradients: bool = False
+    functions: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -126,6 +131,20 @@ def loop_training(
     """
     inner, wrapped = unwrap_dataset(dataset, sampler)
     module = unwrap_model(model)
+    for name, value in (("training_step", training_step), ("make_batch", make_batch), ("collate_fn", collate_fn)):
+        if not callable(value) and (value is not None or name == "training_step"):
+            raise InvalidArgumentError(f"{name} must be a function, it is {value!r}")
+    if not isinstance(precision, str):
+        raise InvalidArgumentError(f'precision must be text such as "bf16", it is {precision!r}')
+    if scaler is not None and not hasattr(scaler, "scale"):
+        raise InvalidArgumentError(f"scaler must be a GradScaler, it is {scaler!r}")
+    for name, values in (("scheduler", _listed(scheduler)), ("extras", extras)):
+        if (
+            isinstance(values, str)
+            or not isinstance(values, Sequence)
+            or any(not hasattr(v, "__dict__") for v in values)
+        ):
+            raise InvalidArgumentError(f"{name} must hold objects with a state, it is {values!r}")
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     if not isinstance(accumulate_grad_batches, int) or accumulate_grad_batches < 1:
         raise InvalidArgumentError(
@@ -142,6 +161,7 @@ def loop_training(
         extras=[*extras, wrapped] if wrapped is not None else list(extras),
         make_batch=make_batch,
         accumulate_grad_batches=accumulate_grad_batches,
+        functions={"training_step": training_step, "collate_fn": collate_fn, "make_batch": make_batch},
         settings={"strategy": type(model).__name__ if module is not model else "single", "precision": precision or "-"},
     )
 
@@ -241,6 +261,22 @@ def parts_of(dataset: Any, depth: int = 4) -> list[Any]:
                 following += value if isinstance(value, (list, tuple)) and len(value) <= 64 else [value]
         level = following
     return found
+
+
+def refuse_own_groups(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse what would meet other ranks in a trial that one rank runs alone, and wait for them without end.
+
+    :raises UnsupportedStrategyError: naming the module or optimizer that holds a process group of several ranks.
+    """
+    holders = [*((f"module {name or '(root)'}", child) for name, child in module.named_modules())]
+    holders += [(f"optimizer {index}", optimizer) for index, optimizer in enumerate(optimizers)]
+    for name, holder in holders:
+        held = [value for value in vars(holder).values() if isinstance(value, torch.distributed.ProcessGroup)]
+        if type(holder).__name__ == "ZeroRedundancyOptimizer" or any(group.size() > 1 for group in held):
+            raise UnsupportedStrategyError(
+                f"{name} ({type(holder).__name__}) talks to other ranks through a process group of its own, so that "
+                f"one rank can't try steps alone; set bucket_batch_size to a list of sizes"
+            )
 
 
 def gradient_bytes(module: torch.nn.Module) -> int:

@@ -40,6 +40,9 @@ _BROKEN = re.compile(
 )
 """The process can't be trusted after these, whatever else was raised on the way."""
 
+_SINGLE = re.compile(r"Expected more than 1 value per channel")
+"""BatchNorm over pooled features needs two examples."""
+
 _NCCL_OOM = re.compile(r"Cuda failure.*out of memory|NCCL.*out of memory", re.DOTALL)
 """NCCL ran out of memory itself: its communicator is lost, so trials can't go on in this process."""
 
@@ -211,6 +214,8 @@ class TrialRunner:
                 self._run_step(bucket, size, with_optimizer)
         except Exception as exc:
             verdict = judge(exc, outside=outside)
+            if size == 1 and _SINGLE.search(str(exc)):
+                verdict = Verdict.CEILING  # the smallest size there is can't be trained, whatever the memory
             if verdict is Verdict.NOT_MEMORY and self._has_evidence(bucket, size, usage):
                 verdict = judge(exc, evidence=True, outside=outside)
             if verdict is Verdict.HOST_OOM and self._memory.device.type == "cpu":

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from lhotse_oomfit.bytecode import code_digest, init_names, moved_attributes
+from lhotse_oomfit.bytecode import callable_digest, code_digest, init_names, moved_attributes
 
 
 def logged(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,3 +82,46 @@ def test_a_digest_of_code_sees_constants_calls_and_inner_functions_and_no_commen
     assert plain != made("return [y - 1 for y in x]")
     assert made("return x.relu()") != made("return x.gelu()")
     assert made("return x in {'a', 'b', 'c', 'd'}") == made("return x in {'d', 'c', 'b', 'a'}")
+
+
+FACTOR = 1
+
+
+def helper(x: Any) -> Any:
+    return [x] * FACTOR
+
+
+def test_a_digest_of_a_function_sees_the_functions_constants_and_values_that_it_uses(monkeypatch) -> None:
+    def make(width: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = []
+
+        def step(x: Any) -> Any:
+            calls.append(x)
+            return function(x * width), helper(x)
+
+        return step
+
+    plain = callable_digest(make(3, helper))
+    assert plain == callable_digest(make(3, helper))
+    assert plain != callable_digest(make(4, helper))
+    assert plain != callable_digest(make(3, logged))
+    assert plain != callable_digest(functools.partial(make(3, helper), x=1))
+    step = make(3, helper)
+    step(2)
+    assert callable_digest(step) == plain  # what it collected while it ran is no setting
+    monkeypatch.setitem(globals(), "FACTOR", 2)
+    assert callable_digest(make(3, helper)) != plain
+
+
+def test_a_digest_of_an_object_that_can_be_called_sees_its_class_and_plain_attributes() -> None:
+    class Doubling:
+        def __init__(self, times: int) -> None:
+            self.times = times
+
+        def __call__(self, x: Any) -> Any:
+            return x * self.times
+
+    assert callable_digest(Doubling(2)) == callable_digest(Doubling(2))
+    assert callable_digest(Doubling(2)) != callable_digest(Doubling(3))
+    assert callable_digest(Doubling(2).__call__) == callable_digest(Doubling(5).__call__)
+    assert callable_digest(str.upper) != callable_digest(str.lower)

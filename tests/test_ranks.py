@@ -34,7 +34,7 @@ def test_a_job_of_one_process_has_one_rank():
     assert isinstance(ranks, SingleRank)
     assert (ranks.rank, ranks.world_size) == (0, 1)
     assert ranks.first(lambda: "done") == "done"
-    assert ranks.minimum(3) == 3
+    assert ranks.gather(lambda: "own") == ["own"]
     with alone():
         assert not dist.is_initialized()
 
@@ -42,11 +42,11 @@ def test_a_job_of_one_process_has_one_rank():
 def _share(rank):
     ranks = current_ranks()
     told = ranks.first(lambda: f"by rank {dist.get_rank()}")
-    return told, ranks.minimum(10 - rank), ranks.first(lambda: "again")
+    return told, ranks.gather(lambda: f"{10 - rank}"), ranks.first(lambda: "again")
 
 
-def test_every_rank_gets_what_the_first_found_and_the_smallest_value():
-    assert results(run_ranks(_share, world_size=3)) == [("by rank 0", 8, "again")] * 3
+def test_every_rank_gets_what_the_first_found_and_what_all_say():
+    assert results(run_ranks(_share, world_size=3)) == [("by rank 0", ["10", "9", "8"], "again")] * 3
 
 
 def _alone(rank):
