@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lhotse.cut import Cut, CutSet
 from lhotse.cut.data import DataCut
 
@@ -28,16 +27,14 @@ from lhotse_oomfit.batch_shape import (
     compare,
     exceeds,
     largest,
-    largest_bytes,
     num_bytes,
     same_structure,
     shape_of,
-    sum_of_integers,
 )
+from lhotse_oomfit.draws import LENGTH_DRAWS, Draws
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError, WorstCaseError
-from lhotse_oomfit.stretch import PlainCut, clone, independent
+from lhotse_oomfit.stretch import PlainCut, clone
 from lhotse_oomfit.template import Edges, Examples, fit_to_edges
-from lhotse_oomfit.undisturbed import Generators, undisturbed, untracked
 
 __all__ = ["WorstCaseBatches", "stretch_cut"]
 
@@ -46,8 +43,6 @@ logger = logging.getLogger(__name__)
 _CHECK_SIZES = (5, 131)  # 131: a prime above 128, so that padding the batch to 8, 64 or 128 shows
 _NUM_REAL = 5  # distinct real cuts collated to compare with
 _SHAPE_DRAWS = 8  # draws of three examples: a length changed with probability 0.1 shows in 92% of cases
-_LENGTH_DRAWS = 16  # draws of two and of three from which the longest are taken, where lengths are random
-_NEARLY = 0.99
 _MAX_KINDS = 4  # kinds of cuts tried as a template
 _UNFORESEEN = (
     TypeError,
@@ -87,21 +82,14 @@ class WorstCaseBatches:
                 "the sample of cuts for worst-case batches must hold at least one cut, but is empty; "
                 "check that the source of cuts yields any within the bins"
             )
-        self._collate = collate
         self._examples = Examples(cuts, measure_length=measure_length, measure_tokens=measure_tokens)
+        self._draws = Draws(collate, self._examples, seed=seed)
         self._num_cuts = len(cuts)
-        self._seed = seed
-        self._generators = Generators(collate)
-        self._is_first_call = True
         self._reason: str | None = None if tile else "tiling was switched off"
         self._prepared = False
-        self._distinct = False
-        self._random_lengths = False
         self._signature: Any = None
         self._structures: OrderedDict[Edges, Any] = OrderedDict()
         self._ends_shorter = False  # whether tiled batches do, as verified at the template's own edges
-        self._collated_shorter: dict[Edges, bool] = {}
-        self._longest_law = (0.0, 0.0)  # bytes of an example's largest tensor, where lengths are random: offset, slope
         self._checked: set[Edges] = set()
         self._told: set[str] = set()
 
@@ -146,8 +134,7 @@ class WorstCaseBatches:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        with undisturbed(self._collate), untracked():
-            self._is_first_call = True
+        with self._draws.apart():
             self._prepare()
             yield
 
@@ -158,10 +145,9 @@ class WorstCaseBatches:
             return
         self._choose_kind()
         edges = self._examples.own_edges
-        shapes = [shape_of(self._draw(edges, 3, draw)) for draw in range(_SHAPE_DRAWS)]
-        self._random_lengths = any(shape != shapes[0] for shape in shapes)
-        if self._random_lengths:
-            self._learn_longest(edges)
+        shapes = [shape_of(self._draws.draw(edges, 3, draw)) for draw in range(_SHAPE_DRAWS)]
+        if any(shape != shapes[0] for shape in shapes):
+            self._draws.learn_longest(edges)
         if self._reason is None:
             try:
                 structure = self._check(edges)
@@ -188,11 +174,11 @@ class WorstCaseBatches:
                 continue
             excess = self._excess()
             if excess is not None and not excesses:
-                self._distinct = True  # the dataset may drop copies, such as repeated texts
+                self._draws.distinct = True  # the dataset may drop copies, such as repeated texts
                 if self._excess() is None:
                     self._refuse(f"copies of one cut make a smaller batch than distinct cuts ({excess})")
                     break
-                self._distinct = False
+                self._draws.distinct = False
             if excess is None:
                 break
             excesses[index] = excess
@@ -223,7 +209,7 @@ class WorstCaseBatches:
             shape = shape_of(batch, strings=False)  # the characters of a text are no measure of its tokens
             limit: dict[str, tuple[int, ...]] = {}
             for draw in range(_SHAPE_DRAWS):  # of random lengths, the longest
-                limit = largest(limit, shape_of(self._draw(edges, len(real), draw), strings=False))
+                limit = largest(limit, shape_of(self._draws.draw(edges, len(real), draw), strings=False))
                 excess = exceeds(shape, limit)
                 if excess is None:
                     break
@@ -240,8 +226,8 @@ class WorstCaseBatches:
         if not tiling.has_batch_dimension(structure):
             raise tiling.RefusedError("nothing in the batch grows with the number of examples")
         for size in _CHECK_SIZES:
-            real, tiled = self._draw(edges, size, 3), tiling.tile(structure, size)
-            if self._random_lengths:
+            real, tiled = self._draws.draw(edges, size, 3), tiling.tile(structure, size)
+            if self._draws.random_lengths:
                 difference = exceeds(shape_of(real, strings=False), shape_of(tiled, strings=False))
             else:
                 difference = compare(tiled, real, integers=tiling.is_steady(structure))
@@ -261,8 +247,8 @@ class WorstCaseBatches:
         if ragged is structure:
             return False
         size = _CHECK_SIZES[0]
-        real, tiled = self._draw(edges, size, 3, shorter=True), tiling.tile(ragged, size)
-        if self._random_lengths:
+        real, tiled = self._draws.draw(edges, size, 3, shorter=True), tiling.tile(ragged, size)
+        if self._draws.random_lengths:
             difference = exceeds(shape_of(real, strings=False), shape_of(tiled, strings=False))
         else:
             difference = compare(tiled, real, integers=tiling.is_steady(structure))
@@ -273,7 +259,7 @@ class WorstCaseBatches:
     def _with_shorter(self, structure: Any, edges: Edges) -> Any:
         """Return the structure with a shorter last example; as it is, where that can't be tiled."""
         try:
-            return tiling.with_last(structure, self._longest_shorter(edges))
+            return tiling.with_last(structure, self._draws.longest_shorter(edges))
         except (tiling.RefusedError, WorstCaseError, *_UNFORESEEN) as error:
             logger.info("all worst-case examples of length %g are of full length: %s", edges[0], error)
             return structure
@@ -281,13 +267,13 @@ class WorstCaseBatches:
     def _check_perturbed(self, edges: Edges) -> None:
         """Say so if the length, or the number of tokens, changes nothing in the batch."""
         length, tokens = edges
-        base = shape_of(self._draw(edges, 2))
-        if shape_of(self._draw((2 * length, tokens), 2)) == base:
+        base = shape_of(self._draws.draw(edges, 2))
+        if shape_of(self._draws.draw((2 * length, tokens), 2)) == base:
             self._warn_once(
                 "examples of twice the length give batches of the same shape: the dataset crops or pads to a fixed "
                 "length, or takes its inputs from elsewhere than the cut"
             )
-        if tokens and shape_of(self._draw((length, 2 * tokens), 2)) == base:
+        if tokens and shape_of(self._draws.draw((length, 2 * tokens), 2)) == base:
             logger.info(
                 "examples of twice the number of tokens give batches of the same shape: the dataset crops its "
                 "targets, has none, or takes them from elsewhere than the cut"
@@ -332,126 +318,41 @@ class WorstCaseBatches:
             )
 
     def _learn(self, edges: Edges) -> Any:
-        if not self._random_lengths:
-            two, three, other = self._draw(edges, 2, 0), self._draw(edges, 3, 1), self._draw(edges, 2, 2)
+        if not self._draws.random_lengths:
+            two, three, other = (
+                self._draws.draw(edges, 2, 0),
+                self._draws.draw(edges, 3, 1),
+                self._draws.draw(edges, 2, 2),
+            )
             return tiling.find_structure(two, three, other_two=other)
-        two, other = self._longest(edges, 2)
-        three, _ = self._longest(edges, 3)
+        two, other = self._draws.longest(edges, 2)
+        three, _ = self._draws.longest(edges, 3)
         return tiling.find_structure(two, three, other_two=other, random_lengths=True)
-
-    def _learn_longest(self, edges: Edges) -> None:
-        """Learn how large the largest tensor gets, from many draws at two lengths that are cheap to collate."""
-        length, tokens = edges
-        short, long = (
-            max(largest_bytes(self._draw((input_len, tokens), 3, draw)) for draw in range(_LENGTH_DRAWS)) / 3
-            for input_len in (length, 2 * length)
-        )
-        slope = max(0.0, (long - short) / length)
-        self._longest_law = (short - slope * length, slope)
-
-    def _is_longest(self, batch: Any, edges: Edges, size: int) -> bool:
-        offset, slope = self._longest_law
-        return largest_bytes(batch) >= _NEARLY * size * (offset + slope * edges[0])
-
-    def _longest(self, edges: Edges, size: int) -> tuple[Any, Any]:
-        """Return the largest of many draws, and another of the same shape (itself, if there's none)."""
-        best, twin = self._draw(edges, size), None
-        for draw in range(1, _LENGTH_DRAWS):
-            if twin is not None and self._is_longest(best, edges, size):
-                break
-            batch = self._draw(edges, size, draw)
-            if num_bytes(batch) > num_bytes(best):
-                best, twin = batch, None
-            elif shape_of(batch) == shape_of(best):
-                twin = batch
-        return best, best if twin is None else twin
-
-    def _longest_shorter(self, edges: Edges) -> Any:
-        """Return the fullest of the largest batches of three that end in a shorter example."""
-        draws = range(_LENGTH_DRAWS) if self._random_lengths else range(1)
-        batches = (self._draw(edges, 3, draw, shorter=True) for draw in draws)
-        return max(batches, key=lambda batch: (num_bytes(batch), sum_of_integers(batch)))
 
     def _collated(self, edges: Edges, size: int) -> Any:
         """Collate ``size`` copies for real; of random lengths, until they are as long as small batches can be."""
-        shorter = size > 1 and self._can_collate_shorter(edges)
-        batch = self._draw(edges, size, shorter=shorter)
+        shorter = size > 1 and self._draws.can_be_shorter(edges)
+        batch = self._draws.draw(edges, size, shorter=shorter)
         self._check_bucket(edges)
-        if not self._random_lengths:
+        if not self._draws.random_lengths:
             return batch
-        for draw in range(1, _LENGTH_DRAWS):
-            if self._is_longest(batch, edges, size):
+        for draw in range(1, LENGTH_DRAWS):
+            if self._draws.is_longest(batch, edges, size):
                 break
-            another = self._draw(edges, size, draw, shorter=shorter)
+            another = self._draws.draw(edges, size, draw, shorter=shorter)
             if num_bytes(another) > num_bytes(batch):
                 batch = another
         return batch
-
-    def _can_collate_shorter(self, edges: Edges) -> bool:
-        """Whether a shorter last example leaves every size of a collated batch as it is."""
-        if edges not in self._collated_shorter:
-            full = self._longest(edges, 3)[0] if self._random_lengths else self._draw(edges, 3)
-            sizes = shape_of(full, strings=False)
-            try:
-                same = bool(sizes) and shape_of(self._longest_shorter(edges), strings=False) == sizes
-            except WorstCaseError:  # a dataset that takes examples of equal lengths only
-                same = False
-            self._collated_shorter[edges] = same
-        return self._collated_shorter[edges]
-
-    # ---- calls into the user's dataset
 
     def _real_batch(self, cuts: Sequence[Cut]) -> Any:
         """Collate real cuts as they are; None if there are none, or the dataset can't, which is told."""
         if not cuts:
             return None
         try:
-            return self._call(list(cuts), 5, f"{len(cuts)} real cuts")
+            return self._draws.collate(list(cuts), 5, f"{len(cuts)} real cuts")
         except WorstCaseError as error:
             self._warn_once(f"worst-case batches can't be compared with real ones: {error}")
             return None
-
-    def _draw(self, edges: Edges, size: int, draw: int = 0, *, shorter: bool = False) -> Any:
-        """Collate ``size`` copies of the example for real, with the random numbers of one draw.
-
-        :param shorter: make the last of several slightly shorter.
-        """
-        example = self._examples.at(edges)
-        examples = [example] * size
-        if shorter and size > 1:
-            examples[-1] = self._examples.shorter(edges)
-        copies = [clone(one, index, distinct=self._distinct) for index, one in enumerate(examples)]
-        return self._call(copies, draw, f"{size} copies of cut {example.id!r}")
-
-    def _call(self, cuts: list[Cut], draw: int, what: str) -> Any:
-        try:
-            batch = self._seeded(cuts, draw)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise WorstCaseError(
-                f"the dataset must collate worst-case examples, but raised {type(error).__name__} on {what}: {error}; "
-                "if it can't work with cuts held in memory, pass make_batch(batch_size, input_len, output_len)"
-            ) from error
-        if batch is None:
-            raise WorstCaseError(
-                f"the dataset must return a batch of worst-case examples, but returned None for {what}; return the "
-                "batch from its __getitem__ (and from collate_fn), and if it drops what it can't read, such as cuts "
-                "held in memory, pass make_batch(batch_size, input_len, output_len)"
-            )
-        return batch
-
-    def _seeded(self, cuts: list[Cut], draw: int) -> Any:
-        """Collate with the random numbers of one draw, the same in every process."""
-        if self._is_first_call:
-            self._generators.find()
-        self._generators.reseed(self._seed + draw)
-        batch = self._collate(CutSet.from_cuts([independent(cut) for cut in cuts]))
-        if self._is_first_call:
-            self._is_first_call = False
-            if self._generators.find():  # made just now, and seeded by chance
-                return self._seeded(cuts, draw)
-        return batch
 
     def _measured(self, cut: DataCut) -> tuple[float, int | None]:
         return float(self._examples.measure_length(cut)), self._examples.measure_tokens(cut)
