@@ -144,15 +144,24 @@ def calibrate(
     )
 
 
-def calibrate_training(sampler: CalibratedBucketingSampler, training: Training, options: CalibrationOptions) -> Profile:
-    """:func:`calibrate` for a training that is described by a :class:`Training`; arguments and errors are the same."""
+def calibrate_training(
+    sampler: CalibratedBucketingSampler,
+    training: Training,
+    options: CalibrationOptions,
+    *,
+    known: Profile | None = None,
+) -> Profile:
+    """:func:`calibrate` for a training that is described by a :class:`Training`; arguments and errors are the same.
+
+    :param known: a profile that this process has already; it is taken if it was measured for the same thing.
+    """
     ranks = current_ranks(
         heartbeat_timeout_s=options.heartbeat_timeout, calibration_timeout_s=options.calibration_timeout
     )
     if ranks.world_size > 1:
         refuse_own_groups(training.module, training.optimizers)
     job = _Job(sampler=sampler, training=training, options=options, ranks=ranks)
-    profile = parse(ranks.first(lambda: job.run().encode()))
+    profile = parse(ranks.first(lambda: job.run(known).encode()))
     sampler.apply(profile)
     return profile
 
@@ -220,9 +229,12 @@ class _Job:
         bins = self.sampler.bins
         return json.dumps([budget_bytes, repr(bins.as_lists()) if bins is not None else ""])
 
-    def run(self) -> Profile:
+    def run(self, known: Profile | None = None) -> Profile:
         with self._reading() as worst_case:
             fingerprint = self._fingerprint(worst_case)
+            if known is not None and known.fingerprint == fingerprint and known.bins == self.sampler.bins:
+                logger.info("batch sizes of %s buckets are known already: 0 trial steps", len(known.buckets))
+                return known
             profile = self._load(worst_case, fingerprint)
             if profile is not None:
                 return profile

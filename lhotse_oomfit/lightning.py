@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -55,8 +56,9 @@ class BucketBatchSizeFinder(pl.Callback):
 
     :param make_batch: ``make_batch(batch_size=..., input_len=..., output_len=...)`` makes the worst-case batch, where
         the dataset can't collate one.
-    :param memory_fraction, memory_limit, reserve, cache, recalibrate, max_batch_size, num_sample_cuts, num_soak_steps,
-        heartbeat_timeout, calibration_timeout, progress: see :class:`~lhotse_oomfit.fit.CalibrationOptions`.
+    :param memory_fraction, memory_limit, reserve, cache, recalibrate, verify_on_load, max_batch_size, num_sample_cuts,
+        num_soak_steps, heartbeat_timeout, calibration_timeout, progress: see
+        :class:`~lhotse_oomfit.fit.CalibrationOptions`.
     :raises InvalidArgumentError: for a value out of its range.
 
     After calibration, :attr:`profile` is what was found or loaded.
@@ -75,6 +77,7 @@ class BucketBatchSizeFinder(pl.Callback):
         reserve: str | int | None = None,
         cache: str | os.PathLike[str] | Literal[False] | None = None,
         recalibrate: Literal["auto", "always"] = "auto",
+        verify_on_load: bool = False,
         make_batch: MakeBatch | None = None,
         max_batch_size: int | None = None,
         num_sample_cuts: int = 1000,
@@ -89,6 +92,7 @@ class BucketBatchSizeFinder(pl.Callback):
             reserve=reserve,
             cache=cache,
             recalibrate=recalibrate,
+            verify_on_load=verify_on_load,
             max_batch_size=max_batch_size,
             num_sample_cuts=num_sample_cuts,
             num_soak_steps=num_soak_steps,
@@ -106,11 +110,22 @@ class BucketBatchSizeFinder(pl.Callback):
         self._found: list[CalibratedBucketingSampler] = []  # in the loaders of this set-up of training data
         self._holds_position = True
         self._loaded: dict[str, Any] | None = None
+        self._next_epoch = 0
         self._trainer: Any = None
+        self._is_early = False  # whether there is no optimizer yet
+        self._was_set_up_early = False
         self._uninstall: Callable[[], None] | None = None
 
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Stand in for the strategy's ``process_dataloader`` while training data is set up."""
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stand in for the strategy's ``process_dataloader`` while training data is set up.
+
+        That can be before there is an optimizer to measure with: a module that reads
+        ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` has Lightning make and iterate the training
+        data. The sampler then stands in with batches of one, and the data is set up again when training starts.
+        """
+        if stage != "fit":
+            return
+        self._is_early = True
         self._sampler = None
         self._holds_position = True
         self._trainer = trainer
@@ -124,6 +139,9 @@ class BucketBatchSizeFinder(pl.Callback):
             return dataloader
 
         def setup() -> None:
+            if self._was_set_up_early and not self._is_early:
+                loop._combined_loader = None  # made before there was an optimizer: make it anew
+                self._was_set_up_early = False
             # Validation loaders go through process_dataloader too, but not from here.
             strategy.process_dataloader = process
             self._found = []
@@ -139,6 +157,10 @@ class BucketBatchSizeFinder(pl.Callback):
             del loop.setup_data
 
         self._uninstall = uninstall
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """From here on there are optimizers."""
+        self._is_early = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Say so if there was nothing to do."""
@@ -164,12 +186,12 @@ class BucketBatchSizeFinder(pl.Callback):
         self._num_resumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The sampler's position, for the checkpoint; empty between epochs."""
+        """The sampler's position, for the checkpoint; between epochs, only which one is next."""
         if self._sampler is None or not self._holds_position:
             return {}
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         if progress.is_last_batch:
-            return {}
+            return {"next_epoch": self._sampler.epoch + 1}
         # Lightning counts a batch as processed before any callback hears of it, this one or one that saves.
         num_finished = self._num_resumed
         if self._num_processed_before is not None:
@@ -179,6 +201,7 @@ class BucketBatchSizeFinder(pl.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the position until the sampler is there."""
         self._loaded = state_dict.get("sampler")
+        self._next_epoch = int(state_dict.get("next_epoch", 0))
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Give the trainer its own methods back."""
@@ -201,6 +224,11 @@ class BucketBatchSizeFinder(pl.Callback):
         sampler = find_sampler(dataloader)
         if sampler is None:
             return
+        if self._is_early:
+            self._was_set_up_early = True
+            if sampler.needs_calibration and sampler.bins is not None:
+                sampler.apply([1] * len(sampler.bins))
+            return
         self._found.append(sampler)
         if sampler.is_auto and sampler is not self._sampler:
             self._calibrate(trainer, dataloader, sampler)
@@ -217,7 +245,10 @@ class BucketBatchSizeFinder(pl.Callback):
         self._set_epoch = getattr(dataloader.dataset, "set_epoch", None) if is_iterable else None
         self._holds_position = not hasattr(dataloader, "load_state_dict")
         # Lightning creates the first iterator before it tells the sampler which epoch it resumes in.
-        (self._set_epoch or sampler.set_epoch)(trainer.fit_loop.epoch_progress.current.processed)
+        # At the end of an epoch, it counts that epoch only later.
+        epoch = max(trainer.fit_loop.epoch_progress.current.processed, self._next_epoch)
+        self._next_epoch = 0
+        (self._set_epoch or sampler.set_epoch)(epoch)
         loaded, self._loaded = self._loaded, None
         if loaded is not None and self._holds_position:
             sampler.load_state_dict(copy.deepcopy(loaded))
@@ -239,7 +270,9 @@ class BucketBatchSizeFinder(pl.Callback):
             scalers=[] if scaler is None else [scaler],
             extras=[] if wrapper is None else [wrapper],
             make_batch=self.make_batch,
-            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            accumulate_grad_batches=_largest_accumulation(trainer),
+            forward_gradients=True,  # Lightning sets them to None between forward and backward
+            functions={"collate_fn": collate_fn, "make_batch": self.make_batch},
             settings={
                 "strategy": type(trainer.strategy).__name__,
                 "precision": str(trainer.precision),
@@ -247,7 +280,18 @@ class BucketBatchSizeFinder(pl.Callback):
             },
         )
         with _silenced(trainer, module):
-            self.profile = calibrate_training(sampler, training, self.options)
+            try:
+                self.profile = self._find(sampler, training)
+            except AttributeError as error:
+                if sys.version_info >= (3, 11):
+                    error.add_note(
+                        "trial steps run before on_train_start: what training_step needs must exist by then, make it "
+                        "in __init__, setup or on_fit_start"
+                    )
+                raise
+
+    def _find(self, sampler: CalibratedBucketingSampler, training: Training) -> Profile:
+        return calibrate_training(sampler, training, self.options, known=self.profile)
 
 
 class _LightningStep:
@@ -257,10 +301,15 @@ class _LightningStep:
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._scaler = scaler
+        self._holds_gradients = _largest_accumulation(trainer) == 1  # else they are there all the time
         self._takes_batch_idx = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
 
     def forward_backward(self, batch: Any) -> None:
         trainer, module = self._trainer, self._module
+        if self._holds_gradients:
+            for parameter in module.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
         batch = trainer.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
@@ -268,6 +317,8 @@ class _LightningStep:
             output = module.training_step(batch, 0) if self._takes_batch_idx else module.training_step(batch)
         loss = output.get("loss") if isinstance(output, dict) else output
         check_loss(loss, f"{type(module).__name__}.training_step")
+        if self._holds_gradients:
+            self.zero_grad()
         loss = loss / trainer.accumulate_grad_batches
         if self._scaler is not None:
             loss = self._scaler.scale(loss)
@@ -283,9 +334,20 @@ class _LightningStep:
             optimizer.zero_grad(set_to_none=True)
 
 
+def _largest_accumulation(trainer: Any) -> int:
+    """The most batches that gradients are accumulated over, in this epoch or a later one."""
+    planned = [
+        value
+        for callback in trainer.callbacks
+        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
+        for value in callback.scheduling.values()
+    ]
+    return int(max([trainer.accumulate_grad_batches, *planned]))
+
+
 @contextmanager
 def _check_requested(loop: Any) -> Iterator[None]:
-    """Refuse several training loaders to calibrate as soon as they are made, before the first one is.
+    """Refuse a collection of training loaders to calibrate as soon as it is made.
 
     :raises UnsupportedStrategyError: when the block asks for such loaders.
     """
@@ -296,11 +358,12 @@ def _check_requested(loop: Any) -> Iterator[None]:
         made = request()
         loaders = made.flattened if isinstance(made, CombinedLoader) else tree_leaves(made)
         samplers = [sampler for sampler in map(find_sampler, loaders) if sampler is not None]
-        if len(samplers) > 1 and any(sampler.is_auto for sampler in samplers):
+        if any(sampler.is_auto for sampler in samplers) and not isinstance(made, DataLoader):
             raise UnsupportedStrategyError(
-                f"{len(samplers)} training DataLoaders have a CalibratedBucketingSampler, at least one with "
-                f"bucket_batch_size='auto': their batches share the memory of one step, which can't be calibrated for "
-                f"each by itself; give all of them lists of sizes"
+                f"{len(loaders)} training DataLoaders in a {type(made).__name__}, one of them with a "
+                f"CalibratedBucketingSampler with bucket_batch_size='auto': their batches share the memory of one "
+                f"step, which can't be calibrated for each by itself; return the DataLoader alone, or give the sampler "
+                f"a list of sizes"
             )
         return made
 
@@ -354,6 +417,14 @@ def _check_trainer(trainer: Any) -> None:
         )
     unwrap_model(strategy.model)
     module = trainer.lightning_module
+    frozen = sum(not parameter.requires_grad for parameter in module.parameters())
+    if frozen and any(isinstance(callback, pl.callbacks.BaseFinetuning) for callback in trainer.callbacks):
+        logger.warning(
+            "%s parameters are frozen now, and a finetuning callback may unfreeze them later, when training will need "
+            "more memory than is measured now; set reserve= to what their gradients, optimizer state and activations "
+            "will take, or calibrate with them unfrozen",
+            frozen,
+        )
     if not module.automatic_optimization:
         raise UnsupportedStrategyError(
             f"{type(module).__name__} uses manual optimization, whose steps can't be tried apart from the trainer; "

@@ -6,6 +6,7 @@ trained. What the job's other ranks cost is added: DistributedDataParallel's red
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
@@ -116,7 +117,7 @@ class _Done(Exception):
 
 
 def _use_lightning(parts: Mapping[str, Any], use: Use[T], options: CalibrationOptions, ddp: bool) -> T:
-    """Let a trainer of one process set everything up; the callback's call of `calibrate_training` becomes `use`."""
+    """Let a trainer of one process set everything up; where the callback would calibrate, `use` is called."""
     from lhotse_oomfit import lightning
 
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
@@ -128,7 +129,7 @@ def _use_lightning(parts: Mapping[str, Any], use: Use[T], options: CalibrationOp
     def stop(trainer: Any, pl_module: Any) -> None:
         raise _Done
 
-    def instead(sampler: Any, training: Training, options: CalibrationOptions) -> Any:
+    def instead(sampler: Any, training: Training) -> Any:
         # On a card the wrapper itself holds the buckets; on a CPU only what is listed counts.
         if ddp and training.device.type == "cpu":
             training = _with_buckets(training)
@@ -137,6 +138,7 @@ def _use_lightning(parts: Mapping[str, Any], use: Use[T], options: CalibrationOp
 
     finder = callback_module.BucketBatchSizeFinder(make_batch=parts["make_batch"])
     finder.options = options
+    finder._find = instead
     given = {"max_epochs": 1, **(parts["trainer"] or {})}
     others = [c for c in given.pop("callbacks", None) or [] if not isinstance(c, type(finder))]
     fixed = {
@@ -158,14 +160,8 @@ def _use_lightning(parts: Mapping[str, Any], use: Use[T], options: CalibrationOp
         **{**given, **fixed}, callbacks=[*others, finder, pl.callbacks.LambdaCallback(on_train_start=stop)]
     )
     data = {"datamodule" if isinstance(parts["data"], pl.LightningDataModule) else "train_dataloaders": parts["data"]}
-    calibrate_training = callback_module.calibrate_training
-    callback_module.calibrate_training = instead
-    try:
+    with contextlib.suppress(_Done):
         trainer.fit(parts["module"], **data)
-    except _Done:
-        pass
-    finally:
-        callback_module.calibrate_training = calibrate_training
     if not results:
         raise InvalidArgumentError(
             "the training data has no CalibratedBucketingSampler with bucket_batch_size='auto': there is nothing to "

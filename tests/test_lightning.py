@@ -312,6 +312,106 @@ def test_a_checkpoint_from_between_epochs_starts_the_next_epoch(tmp_path):
     assert sum(map(len, second_epoch)) == 60
 
 
+@pytest.mark.parametrize("style", ["map", "iterable"])
+def test_a_checkpoint_of_an_epochs_last_batch_goes_on_with_the_next_epoch(tmp_path, style):
+    def one(*callbacks, checkpoint=None):
+        pl.seed_everything(1, verbose=False)
+        module = Recogniser()
+        sampler = tiny_sampler(tiny_cuts(60), bucket_batch_size=[12, 7, 5, 3])
+        trainer = trainer_for(*callbacks, finder(), max_steps=-1, max_epochs=2)
+        with warnings.catch_warnings(), contextlib.suppress(KeyboardInterrupt, SystemExit):
+            warnings.simplefilter("ignore")
+            trainer.fit(module, loader_for(sampler, IdsDataset(), style, num_workers=1), ckpt_path=checkpoint)
+        return module.ids
+
+    whole = one()
+    num = next(n for n in range(len(whole)) if sum(map(len, whole[:n])) == 60)
+    one(StopAfter(num, tmp_path / "last.ckpt"))
+    assert one(checkpoint=tmp_path / "last.ckpt") == whole[num:]
+
+
+# What needs the trainer's plans
+
+
+def test_a_schedule_made_from_the_estimated_number_of_steps_works():
+    class Estimating(Recogniser):
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
+            steps = self.trainer.estimated_stepping_batches
+            self.estimate = steps
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    callback, module = finder(), Estimating()
+    trainer = trainer_for(callback, max_steps=-1, max_epochs=1)
+    sampler = tiny_sampler()
+    trainer.fit(module, loader_for(sampler, IdsDataset()))
+    assert callback.profile.num_trials > 0
+    assert sampler.bucket_batch_size == callback.profile.bucket_batch_size
+    assert sorted(i for ids in module.ids for i in ids) == sorted(cut.id for cut in tiny_cuts())
+    assert callback.state_dict() == {"next_epoch": 1}
+
+
+def test_gradients_accumulated_in_a_later_epoch_are_counted_from_the_start():
+    class Wide(Recogniser):
+        def __init__(self):
+            super().__init__()
+            self.model = TinyModel(width=64)
+
+    later = finder()
+    schedule = pl.callbacks.GradientAccumulationScheduler({0: 1, 3: 4})
+    fit(later, schedule, module=Wide(), max_steps=2)
+    now = finder()
+    fit(now, module=Wide(), accumulate_grad_batches=4, max_steps=1)
+    assert later.profile.bucket_batch_size == now.profile.bucket_batch_size
+
+
+def test_parameters_that_a_callback_may_unfreeze_are_warned_about(caplog):
+    class Unfreeze(pl.callbacks.BaseFinetuning):
+        def freeze_before_training(self, pl_module):
+            self.freeze(pl_module.model.block)
+
+        def finetune_function(self, pl_module, epoch, optimizer):
+            pass
+
+    with caplog.at_level(logging.WARNING):
+        fit(finder(), Unfreeze(), max_steps=2)
+    assert "a finetuning callback may unfreeze them later" in caplog.text
+
+
+def test_parts_that_a_module_keeps_in_eval_mode_are_measured_in_eval_mode():
+    seen = set()
+
+    class Frozen(Recogniser):
+        def __init__(self):
+            super().__init__()
+            self.model.block.eval()
+
+        def training_step(self, batch, batch_idx):
+            seen.add(self.model.block.training)
+            return super().training_step(batch, batch_idx)
+
+    fit(finder(), module=Frozen())
+    assert seen == {False}
+
+
+def test_what_training_step_finds_missing_because_it_is_made_too_late_says_so():
+    class Late(Recogniser):
+        def on_train_start(self):
+            self.running = []
+
+        def training_step(self, batch, batch_idx):
+            self.running.append(1)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(AttributeError, match="running") as caught:
+        trainer_for(finder()).fit(Late(), loader_for())
+    assert any(
+        "trial steps run before on_train_start" in note
+        for note in getattr(caught.value, "__notes__", ["trial steps run before on_train_start"])
+    )
+
+
 # Refusals
 
 
@@ -330,7 +430,7 @@ def test_two_loaders_to_calibrate_at_once_are_refused():
         def training_step(self, batch, batch_idx):
             return self.model.loss(batch[0])
 
-    with pytest.raises(UnsupportedStrategyError, match="2 training DataLoaders"):
+    with pytest.raises(UnsupportedStrategyError, match="2 training DataLoaders in a list"):
         trainer_for(finder()).fit(Both(), [loader_for(), loader_for()])
 
 
