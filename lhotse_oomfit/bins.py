@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import groupby, pairwise
+from operator import attrgetter
 from typing import Any, Literal
 
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError, InvalidBinsError, MissingTokensError
 
-__all__ = ["Bins", "Rejection", "estimate_bins", "output_length"]
+__all__ = ["Bins", "Rejection", "checked_length", "estimate_bins", "output_length"]
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ def _edge(edge: Any) -> float | tuple[float, int]:
 def _number(value: Any) -> float:
     try:
         number = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise InvalidBinsError(f"duration_bins must hold numbers, they hold {value!r}") from None
     if isinstance(value, (str, bytes, bool)):
         raise InvalidBinsError(f"duration_bins must hold numbers, they hold {value!r}")
@@ -220,11 +221,16 @@ def _number(value: Any) -> float:
 def _limits(name: str, limits: float | Sequence[float] | None, num_bins: int) -> tuple[float, ...] | None:
     if limits is None:
         return None
-    values = list(limits) if isinstance(limits, Iterable) else [limits] * num_bins
+    # Arrays and tensors without a dimension are numbers, although they have an __iter__.
+    several = isinstance(limits, Iterable) and not isinstance(limits, (str, bytes)) and getattr(limits, "ndim", 1) > 0
+    values: list[Any] = list(limits) if several else [limits] * num_bins  # type: ignore[arg-type]
     try:
-        return tuple(float(value) for value in values)
-    except (TypeError, ValueError):
-        raise InvalidBinsError(f"{name} must be one number, or one per bucket, it is {limits!r}") from None
+        numbers = tuple(float(value) for value in values)
+    except (TypeError, ValueError, OverflowError):
+        numbers = ()
+    if len(numbers) < len(values) or any(isinstance(value, (str, bytes, bool)) for value in values):
+        raise InvalidBinsError(f"{name} must be one number, or one per bucket, it is {limits!r}")
+    return numbers
 
 
 def _check_edges(edges: Sequence[Any]) -> None:
@@ -315,6 +321,8 @@ def estimate_bins(
     :param max_tps: likewise for more tokens; ``"suggest"`` takes the mean plus four standard deviations.
     :param strict_2d: passed on to the bins.
     :param weights: one per source: how often an example of that source is drawn, relative to the others.
+    :raises InvalidArgumentError: when the length of an example, or its number of tokens, isn't a finite number of at
+        least 0; the message names the example.
     :raises EmptySourceError: when no example is left to estimate from.
     :raises MissingTokensError: when tokens are needed and an example's can't be counted.
     """
@@ -322,6 +330,12 @@ def estimate_bins(
         raise InvalidArgumentError(f"num_buckets must be at least 1, it is {num_buckets}")
     if num_subbuckets is not None and num_subbuckets < 1:
         raise InvalidArgumentError(f"num_subbuckets must be at least 1, it is {num_subbuckets}")
+    for name, limit in (("min_tps", min_tps), ("max_tps", max_tps)):
+        if limit is None or (name == "max_tps" and isinstance(limit, str) and limit == "suggest"):
+            continue
+        if isinstance(limit, (str, bytes, bool)) or not _is_amount(limit):
+            other = ", or 'suggest'" if name == "max_tps" else ""
+            raise InvalidArgumentError(f"{name} must be a finite number of at least 0{other}, it is {limit!r}")
     sources: list[Iterable[Any]] = [cuts]
     if weights is not None:
         sources = list(cuts)
@@ -331,7 +345,7 @@ def estimate_bins(
             )
         if not all(math.isfinite(w) and w >= 0.0 for w in weights) or sum(weights) <= 0.0:
             raise InvalidArgumentError(f"weights must be numbers of at least 0 and not all 0, they are {weights!r}")
-    length_of = measure_length or (lambda cut: float(cut.duration))
+    length_of = measure_length or attrgetter("duration")
     tokens_of = measure_tokens or output_length
     with_tokens = num_subbuckets is not None or min_tps is not None or max_tps is not None
     examples: list[tuple[float, int, float]] = []
@@ -373,13 +387,43 @@ def _measure(
     cut: Any, length_of: Callable[[Any], float], tokens_of: Callable[[Any], int | None] | None
 ) -> tuple[float, int] | None:
     if tokens_of is None:
-        return length_of(cut), 0
+        return checked_length(cut, length_of(cut), finite=True), 0
     tokens = tokens_of(cut)
     if tokens is None:
         if has_text(cut):
             raise missing_tokens(cut)
         return None
-    return length_of(cut), tokens
+    if not _is_amount(tokens):
+        raise InvalidArgumentError(
+            f"cut {_name(cut)!r}: the tokens of an example must be a number of at least 0, they are {tokens!r}"
+        )
+    return checked_length(cut, length_of(cut), finite=True), tokens
+
+
+def _is_amount(value: Any, finite: bool = True) -> bool:
+    """Whether ``value`` is a number of at least 0, of any type that compares with numbers."""
+    try:
+        return bool(0.0 <= value < math.inf if finite else value >= 0.0)
+    except (TypeError, ValueError, RuntimeError):  # texts; arrays; tensors of several numbers
+        return False
+
+
+def checked_length(cut: Any, length: Any, *, finite: bool = False) -> float:
+    """``length``, which was measured of ``cut``, as a float.
+
+    :param finite: whether infinity is refused too; beside bins it is longer than all of them.
+    :raises InvalidArgumentError: when it isn't a number of at least 0; the message names the cut.
+    """
+    if not _is_amount(length, finite):
+        kind = "finite number" if finite else "number"
+        raise InvalidArgumentError(
+            f"cut {_name(cut)!r}: the length of an example must be a {kind} of at least 0, it is {length!r}"
+        )
+    return float(length)
+
+
+def _name(cut: Any) -> Any:
+    return getattr(cut, "id", cut)
 
 
 def has_text(cut: Any) -> bool:
@@ -390,7 +434,7 @@ def has_text(cut: Any) -> bool:
 def missing_tokens(cut: Any) -> MissingTokensError:
     """The error for a cut whose text nothing can turn into tokens."""
     return MissingTokensError(
-        f"cut {getattr(cut, 'id', cut)!r} must have tokens, since they decide its bucket, and it has only text; set "
+        f"cut {_name(cut)!r} must have tokens, since they decide its bucket, and it has only text; set "
         f"'tokens' on its supervisions (or 'input_ids' on the cut), or pass tokenizer= (a callable from text to tokens)"
     )
 

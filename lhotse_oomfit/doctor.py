@@ -24,8 +24,6 @@ _SUPPORTED = {  # from this version, up to but without that one
     "pytorch-lightning": ("2.3", "2.7"),
 }
 _REQUIRED = ("torch", "lhotse")
-_GROWTH = 5
-"""How many times its buffer_size a sampler's buffer may grow to, unless it has a max_buffer_size."""
 _BUSY_SHARE = 0.05
 """A card with more than this share in use by others leaves less than the default memory_fraction promises."""
 
@@ -251,7 +249,7 @@ def _buffer(sampler: Any, store: ProfileStore, world_size: int) -> Iterator[Find
             return
         sizes, origin = match.bucket_batch_size, f"the sizes of the profile of {match.created}"
     needed = sum(sizes) * max(world_size, sampler.world_size)
-    most = sampler._max_buffer_size or sampler.buffer_size * _GROWTH
+    most = sampler.max_buffer_size
     ranks = f" on {world_size} ranks" if world_size > 1 else ""
     if needed > most:
         yield Finding(

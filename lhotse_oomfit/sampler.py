@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
 from typing import Any, Literal
 
 import torch
@@ -20,11 +19,15 @@ from lhotse_oomfit.arguments import (
     bins_for_sizes,
     check_limits,
     check_profile_bins,
+    check_seed,
     check_sizes,
+    first_cuts,
     is_auto,
+    refuse_read_once,
+    whole_number,
 )
-from lhotse_oomfit.bins import Bins, Rejection, output_length
-from lhotse_oomfit.epoch import EpochSampler
+from lhotse_oomfit.bins import Bins, Rejection, checked_length, output_length
+from lhotse_oomfit.epoch import _GROWTH, EpochSampler
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError
 from lhotse_oomfit.position import process_rank
 from lhotse_oomfit.profile import Profile
@@ -110,25 +113,36 @@ class CalibratedBucketingSampler(EpochSampler):
         strict: Any = None,
         shuffle_buffer_size: int | None = None,
     ) -> None:
-        limits = {
-            "max_duration": max_duration,
-            "max_cuts": max_cuts,
-            "constraint": constraint,
-            "quadratic_duration": quadratic_duration,
-        }
         if not cuts:
             raise InvalidArgumentError("CalibratedBucketingSampler must be given at least one source of cuts")
-        check_limits(bucket_batch_size, limits)
+        limits = check_limits(
+            bucket_batch_size,
+            {
+                "max_duration": max_duration,
+                "max_cuts": max_cuts,
+                "constraint": constraint,
+                "quadratic_duration": quadratic_duration,
+            },
+        )
+        self.is_auto = is_auto(bucket_batch_size)
+        """Whether sizes are measured rather than given."""
+        if not (bucket_batch_size is None or self.is_auto or isinstance(bucket_batch_size, Profile)):
+            bucket_batch_size = check_sizes(bucket_batch_size, None)
         if on_resume not in ("error", "new_epoch"):
             raise InvalidArgumentError(f"on_resume must be 'error' or 'new_epoch', it is {on_resume!r}")
-        if buffer_size < 1:
-            raise InvalidArgumentError(f"buffer_size must be at least 1, it is {buffer_size}")
+        buffer_size = whole_number("buffer_size", buffer_size)
+        max_buffer_size = None if max_buffer_size is None else whole_number("max_buffer_size", max_buffer_size)
         if max_buffer_size is not None and max_buffer_size < buffer_size:
             raise InvalidArgumentError(
                 f"max_buffer_size must be at least buffer_size, {buffer_size}, it is {max_buffer_size}"
             )
-        if isinstance(seed, bool) or (not isinstance(seed, int) and seed not in ("randomized", "trng")):
-            raise InvalidArgumentError(f"seed must be a whole number, 'randomized' or 'trng', it is {seed!r}")
+        if shuffle_buffer_size is not None:
+            shuffle_buffer_size = whole_number("shuffle_buffer_size", shuffle_buffer_size, at_least=0)
+        num_buckets = None if num_buckets is None else whole_number("num_buckets", num_buckets, at_least=None)
+        num_cuts_for_bins_estimate = whole_number("num_cuts_for_bins_estimate", num_cuts_for_bins_estimate)
+        seed = check_seed(seed)
+        world_size = None if world_size is None else whole_number("world_size", world_size)
+        rank = None if rank is None else whole_number("rank", rank, at_least=0)
         if (world_size is not None and world_size < 1) or not 0 <= (rank or 0) < (world_size or (rank or 0) + 1):
             raise InvalidArgumentError(f"rank must be one of world_size ranks, it is {rank} of {world_size}")
         self._tokenizer = tokenizer
@@ -138,10 +152,8 @@ class CalibratedBucketingSampler(EpochSampler):
         self._profile: Profile | None = None
         self._density: Bins | None = None
         self.bins: Bins | None = None
-        self.is_auto = is_auto(bucket_batch_size)
-        """Whether sizes are measured rather than given."""
         with undisturbed(cuts):
-            sample = islice(cuts[0], num_cuts_for_bins_estimate)
+            sample = first_cuts(cuts[0], num_cuts_for_bins_estimate)
             if bucket_batch_size is not None:
                 self.bins = bins_for_sizes(
                     sample,
@@ -163,9 +175,9 @@ class CalibratedBucketingSampler(EpochSampler):
             warnings.filterwarnings("ignore", message="You are using DynamicBucketingSampler with an eagerly read")
             super().__init__(
                 *cuts,
-                max_duration=max_duration,
+                max_duration=limits["max_duration"],
                 # Lhotse insists on a limit; replaced below.
-                max_cuts=1 if bucket_batch_size is not None else max_cuts,
+                max_cuts=1 if bucket_batch_size is not None else limits["max_cuts"],
                 constraint=constraint,
                 num_buckets=num_buckets,
                 shuffle=shuffle,
@@ -174,7 +186,7 @@ class CalibratedBucketingSampler(EpochSampler):
                 duration_bins=edges,
                 num_cuts_for_bins_estimate=num_cuts_for_bins_estimate,
                 buffer_size=buffer_size,
-                quadratic_duration=quadratic_duration,
+                quadratic_duration=limits["quadratic_duration"],
                 world_size=world_size,
                 rank=rank,
                 seed=seed,
@@ -183,7 +195,7 @@ class CalibratedBucketingSampler(EpochSampler):
                 strict=strict,
                 shuffle_buffer_size=shuffle_buffer_size,
             )
-        self.max_cuts = max_cuts
+        self.max_cuts = limits["max_cuts"]
         self.num_buckets = len(edges) + (self.bins is None)
         self._init_epoch()
         if bucket_batch_size is not None and not self.is_auto:
@@ -202,6 +214,12 @@ class CalibratedBucketingSampler(EpochSampler):
             raise InvalidArgumentError("tokenizer must come with bucket_batch_size, min_tps or max_tps")
 
     # Sizes
+
+    @property
+    def max_buffer_size(self) -> int:
+        """How far the buffer may grow, in examples."""
+        size: int = self.buffer_size
+        return max(self._max_buffer_size or size * _GROWTH, size)
 
     @property
     def profile(self) -> Profile | None:
@@ -239,6 +257,7 @@ class CalibratedBucketingSampler(EpochSampler):
         else:
             sizes = check_sizes(profile_or_sizes, len(self.bins))
             profile = None
+        at_batch = None if at_batch is None else whole_number("at_batch", at_batch, at_least=None)
         drawn = self._drawn if self._loaded is None else max(self._loaded.drawn.values())
         if at_batch is not None and (at_batch < drawn or self._loaded is not None or not self._schedule):
             raise InvalidArgumentError(
@@ -254,9 +273,18 @@ class CalibratedBucketingSampler(EpochSampler):
 
     # What calibration asks for
 
+    @property
+    def functions(self) -> dict[str, Any]:
+        """The user's functions that decide what a batch holds: the measures, and what was given to ``map()``."""
+        own = {"tokenizer": self._tokenizer, "measure_length": self._length}
+        return {**own, **{f"map {index}": fn for index, fn in enumerate(self._transforms)}}
+
     def measure_length(self, cut: Any) -> float:
-        """The length of ``cut`` in the unit of the bins."""
-        return float(cut.duration if self._length is None else self._length(cut))
+        """The length of ``cut`` in the unit of the bins.
+
+        :raises InvalidArgumentError: when it isn't a number of at least 0.
+        """
+        return checked_length(cut, cut.duration if self._length is None else self._length(cut))
 
     def measure_tokens(self, cut: Any) -> int | None:
         """The output tokens of ``cut``, see :func:`lhotse_oomfit.bins.output_length`."""
@@ -268,7 +296,10 @@ class CalibratedBucketingSampler(EpochSampler):
         The position in the epoch stays as it is.
 
         :raises EmptySourceError: when there is none.
+        :raises InvalidArgumentError: for a source that can be read only once, which would lose these cuts.
         """
+        for source in self.cuts:
+            refuse_read_once(source, "calibration")
         selection = self._selection()
         found: list[Cut] = []
         with undisturbed(self.cuts):

@@ -14,8 +14,7 @@ from functools import cached_property
 from operator import attrgetter, itemgetter
 from typing import Any, Protocol
 
-from lhotse_oomfit.bins import Bins, Rejection, has_text, missing_tokens, output_length
-from lhotse_oomfit.errors import InvalidArgumentError
+from lhotse_oomfit.bins import Bins, Rejection, checked_length, has_text, missing_tokens, output_length
 from lhotse_oomfit.readahead import Chunk
 
 __all__ = ["FILTERED", "NO_BUCKET", "Selection"]
@@ -64,7 +63,8 @@ class Selection:
         """The bucket of ``cut``, or a string: the reason why it has none.
 
         :raises MissingTokensError: when tokens decide and the cut has text that nothing can count.
-        :raises InvalidArgumentError: when the cut's length isn't a number of at least 0.
+        :raises InvalidArgumentError: when the cut's length isn't a number of at least 0, or not finite where Lhotse's
+            limits add it up.
         """
         rule = self.density if self.bins is None else self.bins
         if rule is not None:
@@ -73,16 +73,17 @@ class Selection:
                 tokens = output_length(cut, self.tokenizer)
                 if tokens is None and has_text(cut):
                     raise missing_tokens(cut)
-            try:
-                found = rule.select(cut.duration if self.measure is None else self.measure(cut), tokens)
-            except InvalidArgumentError as error:
-                raise InvalidArgumentError(f"cut {cut.id!r}: {error}") from None
+            length = cut.duration if self.measure is None else self.measure(cut)
+            found = rule.select(checked_length(cut, length, finite=self.bins is None), tokens)
             if isinstance(found, Rejection):
                 return found.value
             if self.bins is not None:
                 return found
         if self.constraint is None:
-            return bisect_left(self.edges, cut.duration)
+            return bisect_left(self.edges, checked_length(cut, cut.duration, finite=True))
+        duration = getattr(cut, "duration", None)
+        if isinstance(duration, (int, float)):  # a constraint may measure something else, of examples without any
+            checked_length(cut, duration, finite=True)
         k = self.constraint.select_bucket(buckets=self.edges, example=cut)
         return NO_BUCKET if k is None or not 0 <= k <= len(self.edges) else k
 
@@ -106,7 +107,7 @@ class Selection:
         # The common case, without a call per cut: it decides how soon the first batch is there.
         edges = self.edges
         lengths = list(map(self.measure or attrgetter("duration"), firsts))
-        if lengths and not (min(lengths) >= 0.0 and sum(lengths) >= 0.0):
+        if lengths and not self._are_sound(lengths):
             for cut in firsts:
                 self.classify(cut)  # names the one whose length isn't a number
         found = [bisect_left(edges, length) for length in lengths]
@@ -119,6 +120,13 @@ class Selection:
         if self.with_lengths:
             chunk.lengths = lengths if self.quadratic_duration is None else list(map(self._effective, lengths))
         return chunk
+
+    def _are_sound(self, lengths: list[Any]) -> bool:
+        try:
+            total = sum(lengths)
+            return bool(min(lengths) >= 0.0 and total >= 0.0 and (total < math.inf or self.bins is not None))
+        except (TypeError, ValueError, RuntimeError):
+            return False
 
     def _sort_one_by_one(self, items: list[Any], firsts: list[Any]) -> Chunk:
         chunk = Chunk([], [], [] if self.with_lengths else None)

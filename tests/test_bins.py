@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -79,11 +80,20 @@ def test_what_does_not_describe_buckets_is_refused_with_the_edge_that_is_wrong(b
         ({"max_tps": math.nan}, "max_tps must hold finite numbers of at least 0, it holds nan"),
         ({"min_tps": 3.0, "max_tps": 2.0}, "min_tps must not exceed max_tps, it is 3.0 where max_tps is 2.0"),
         ({"max_tps": "many"}, "max_tps must be one number, or one per bucket, it is 'many'"),
+        ({"max_tps": "25"}, "max_tps must be one number, or one per bucket, it is '25'"),
+        ({"min_tps": ["2", "5"]}, r"min_tps must be one number, or one per bucket, it is \['2', '5'\]"),
+        ({"max_tps": True}, "max_tps must be one number, or one per bucket, it is True"),
+        ({"max_tps": [1.0, None]}, r"max_tps must be one number, or one per bucket, it is \[1.0, None\]"),
     ],
 )
 def test_density_limits_are_checked(limits: Any, message: str) -> None:
     with pytest.raises(InvalidBinsError, match=message):
         Bins.from_edges([1.0, 2.0], **limits)
+
+
+@pytest.mark.parametrize("limit", [np.float32(2.0), np.array(2.0), np.array([2, 2]), [2, 2.0], 2])
+def test_density_limits_come_as_any_numbers(limit: Any) -> None:
+    assert Bins.from_edges([1.0, 2.0], max_tps=limit).max_tps == (2.0, 2.0)
 
 
 def test_an_edge_belongs_to_its_own_bucket() -> None:
@@ -259,6 +269,50 @@ def test_sources_are_weighted_per_draw() -> None:
 def test_bins_need_examples_and_a_number(arguments: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         estimate_bins(*arguments)
+
+
+@pytest.mark.parametrize("length", [math.nan, -1e6, math.inf, None, "3", [1.0]])
+@pytest.mark.parametrize("options", [{}, {"num_subbuckets": 2}, {"max_tps": "suggest"}], ids=["1D", "2D", "density"])
+def test_one_length_that_is_none_is_an_error_that_names_its_cut(length: Any, options: dict[str, Any]) -> None:
+    cuts = [example(float(d), 5) for d in range(1, 40)]
+    cuts[7].duration = length
+    message = re.escape(
+        f"cut 'cut-8.0': the length of an example must be a finite number of at least 0, it is {length!r}"
+    )
+    with pytest.raises(InvalidArgumentError, match=message):
+        estimate_bins(cuts, 4, **options)
+    measured = [example(float(d), 5) for d in range(1, 40)]
+    with pytest.raises(InvalidArgumentError, match=message):
+        estimate_bins(
+            measured, 4, measure_length=lambda cut: length if cut.duration == 8.0 else cut.duration, **options
+        )
+
+
+@pytest.mark.parametrize("tokens", [math.nan, -1, "3"])
+def test_one_number_of_tokens_that_is_none_is_an_error_that_names_its_cut(tokens: Any) -> None:
+    with pytest.raises(
+        InvalidArgumentError, match=f"cut 'cut-2.0': the tokens of an example must be .* they are {tokens!r}"
+    ):
+        estimate_bins(
+            [example(1.0), example(2.0)],
+            1,
+            num_subbuckets=1,
+            measure_tokens=lambda cut: tokens if cut.duration == 2.0 else 5,
+        )
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"max_tps": "25"}, "max_tps must be a finite number of at least 0, or 'suggest', it is '25'"),
+        ({"max_tps": True}, "max_tps must be a finite number of at least 0, or 'suggest', it is True"),
+        ({"min_tps": "suggest"}, "min_tps must be a finite number of at least 0, it is 'suggest'"),
+        ({"min_tps": math.nan}, "min_tps must be a finite number of at least 0, it is nan"),
+    ],
+)
+def test_estimation_refuses_density_limits_that_are_no_numbers(limits: Any, message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        estimate_bins([example(1.0, 3)], 1, **limits)
 
 
 def test_2d_bins_need_tokens_or_a_tokenizer_and_say_which_cut_has_none() -> None:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lhotse import CutSet
@@ -236,6 +240,48 @@ def test_a_duration_that_is_no_number_is_an_error_that_names_the_cut(concurrent:
         match="cut 'cut-00007': the length of an example must be a number of at least 0, it is nan",
     ):
         list(fixed(CutSet(cuts), concurrent=concurrent))
+
+
+@pytest.mark.parametrize("duration", [math.nan, -3.0, math.inf])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {"max_duration": 60.0},
+        {"max_duration": 60.0, "quadratic_duration": 20.0},
+        {"max_cuts": 5},
+        {"max_duration": 60.0, "max_tps": 9.0},
+        {"constraint": TimeConstraint(max_duration=60.0)},
+    ],
+    ids=lambda limits: "-".join(limits),
+)
+def test_under_lhotses_limits_such_a_duration_is_an_error_that_names_the_cut_too(
+    duration: float, limits: dict[str, Any]
+) -> None:
+    cuts = list(make_cuts(30, tokens_per_s=3.0))
+    cuts[7].duration = duration
+    message = f"cut 'cut-00007': the length of an example must be a finite number of at least 0, it is {duration}"
+    with pytest.raises(InvalidArgumentError, match=message):
+        list(CalibratedBucketingSampler(CutSet(cuts), duration_bins=BINS, **limits))
+    with pytest.raises(InvalidArgumentError, match=message):
+        CalibratedBucketingSampler(CutSet(cuts), num_buckets=3, **limits)
+
+
+@pytest.mark.parametrize("length", [None, "3", [1.0], -1])
+@pytest.mark.parametrize("options", [{}, {"max_tps": 9.0}], ids=["1D", "density"])
+def test_a_measure_that_returns_no_length_is_an_error_that_names_the_cut(length: Any, options: dict[str, Any]) -> None:
+    def measure(cut: Any) -> Any:
+        return length if cut.id == "cut-00005" else cut.duration
+
+    sampler = fixed(make_cuts(20, tokens_per_s=3.0), measure_length=measure, **options)
+    message = r"cut 'cut-00005': the length of an example must be a (finite )?number of at least 0, it is "
+    with pytest.raises(InvalidArgumentError, match=message + re.escape(repr(length))):
+        list(sampler)
+    with pytest.raises(InvalidArgumentError, match=message):
+        sampler.sample_cuts(20)
+    with pytest.raises(InvalidArgumentError, match=message):
+        sampler.measure_length(make_cut(5, 3.0))
+    with pytest.raises(InvalidArgumentError, match=message):
+        CalibratedBucketingSampler(make_cuts(20), bucket_batch_size="auto", measure_length=measure)
 
 
 @pytest.mark.parametrize("options", [{"duration_bins": [[30.0, 50]]}, {"duration_bins": [30.0], "max_tps": 9.0}])
@@ -471,6 +517,31 @@ def test_a_sample_of_nothing_is_an_error() -> None:
         sampler.sample_cuts(1)
 
 
+@pytest.mark.parametrize("wrap", [iter, lambda cuts: CutSet(cut for cut in cuts)], ids=["iterator", "in a CutSet"])
+def test_a_source_that_can_be_read_once_is_not_read_ahead(wrap: Callable[[CutSet], Any]) -> None:
+    cuts = make_cuts(40)
+    source = wrap(cuts)
+    sampler = fixed(source)
+    message = "the source of cuts must be one that can be iterated again, since {} reads ahead, it is '.*', an iterator"
+    with pytest.raises(InvalidArgumentError, match=message.format("calibration")):
+        sampler.sample_cuts(5)
+    for options in ({"bucket_batch_size": "auto"}, {"max_duration": 60.0}):
+        with pytest.raises(InvalidArgumentError, match=message.format("the estimation of duration_bins")):
+            CalibratedBucketingSampler(source, **options)
+    assert sorted(flat(sampler)) == sorted(cuts.ids)
+
+
+@pytest.mark.parametrize("limits", [{"bucket_batch_size": SIZES}, {"max_cuts": 4}], ids=["sizes", "limits"])
+def test_the_constructor_leaves_the_source_alone_when_bins_are_given(limits: dict[str, Any]) -> None:
+    class Untouched:
+        def __iter__(self) -> Iterator[Any]:
+            raise OSError("the source was read")
+
+    sampler = CalibratedBucketingSampler(Untouched(), duration_bins=BINS, **limits)
+    with pytest.raises(OSError, match="the source was read"):
+        next(iter(sampler))
+
+
 def test_transform_applies_what_was_given_to_map() -> None:
     def rename(cuts: CutSet) -> CutSet:
         return cuts.modify_ids(lambda name: name + "-seen")
@@ -499,15 +570,82 @@ def test_transform_applies_what_was_given_to_map() -> None:
         ({"duration_bins": [5.0, math.nan, 9.0, 20.0]}, InvalidBinsError, "must hold finite numbers, they hold nan"),
         ({"duration_bins": [5.0, 5.0, 9.0, 20.0]}, InvalidBinsError, "must not repeat an edge, 5.0"),
         ({"on_resume": "guess"}, InvalidArgumentError, "on_resume must be 'error' or 'new_epoch', it is 'guess'"),
-        ({"buffer_size": 0}, InvalidArgumentError, "buffer_size must be at least 1, it is 0"),
+        ({"buffer_size": 0}, InvalidArgumentError, "buffer_size must be a whole number of at least 1, it is 0"),
         ({"max_buffer_size": 5}, InvalidArgumentError, "max_buffer_size must be at least buffer_size, 200, it is 5"),
         ({"seed": "time"}, InvalidArgumentError, "seed must be a whole number, 'randomized' or 'trng', it is 'time'"),
         ({"rank": 2, "world_size": 2}, InvalidArgumentError, "rank must be one of world_size ranks, it is 2 of 2"),
         ({"bucket_batch_size": None}, InvalidArgumentError, "the size of batches must be limited: pass bucket_batch"),
+        ({"bucket_batch_size": []}, InvalidArgumentError, "must hold one size per bucket, it is empty"),
+        (
+            {"bucket_batch_size": np.array(8)},
+            InvalidArgumentError,
+            r"one size per bucket, or a profile, it is array\(8",
+        ),
+        ({"bucket_batch_size": torch.ones(4)}, InvalidArgumentError, r"at least 1, it holds tensor\(1.\)"),
+        ({"bucket_batch_size": torch.ones(4, dtype=torch.bool)}, InvalidArgumentError, r"it holds tensor\(True\)"),
+        ({"buffer_size": 200.5}, InvalidArgumentError, "buffer_size must be a whole number of at least 1, it is 200.5"),
+        ({"buffer_size": "200"}, InvalidArgumentError, "buffer_size must be a whole number of at least 1, it is '200'"),
+        ({"max_buffer_size": 1e6}, InvalidArgumentError, "max_buffer_size must be a whole number of at least 1, it is"),
+        ({"shuffle_buffer_size": -1}, InvalidArgumentError, "shuffle_buffer_size must be a whole number of at least 0"),
+        ({"num_buckets": "4"}, InvalidArgumentError, "num_buckets must be a whole number, it is '4'"),
+        ({"num_buckets": True}, InvalidArgumentError, "num_buckets must be a whole number, it is True"),
+        (
+            {"num_cuts_for_bins_estimate": 0},
+            InvalidArgumentError,
+            "num_cuts_for_bins_estimate must be a whole number of at least 1, it is 0",
+        ),
+        (
+            {"world_size": 0, "rank": 0},
+            InvalidArgumentError,
+            "world_size must be a whole number of at least 1, it is 0",
+        ),
+        ({"world_size": 2.0, "rank": 0}, InvalidArgumentError, "world_size must be a whole number of .*, it is 2.0"),
+        ({"world_size": 2, "rank": "0"}, InvalidArgumentError, "rank must be a whole number of at least 0, it is '0'"),
+        ({"world_size": 2, "rank": -1}, InvalidArgumentError, "rank must be a whole number of at least 0, it is -1"),
+        ({"seed": True}, InvalidArgumentError, "seed must be a whole number, 'randomized' or 'trng', it is True"),
+        ({"seed": 1.0}, InvalidArgumentError, "seed must be a whole number, 'randomized' or 'trng', it is 1.0"),
+        ({"seed": np.bool_(True)}, InvalidArgumentError, "seed must be a whole number, 'randomized' or 'trng', it is"),
+        ({"max_tps": "25"}, InvalidBinsError, "max_tps must be one number, or one per bucket, it is '25'"),
+        ({"min_tps": True}, InvalidBinsError, "min_tps must be one number, or one per bucket, it is True"),
+        (
+            {"bucket_batch_size": None, "max_duration": "60"},
+            InvalidArgumentError,
+            "max_duration must be a number above 0, it is '60'",
+        ),
+        (
+            {"bucket_batch_size": None, "max_duration": True},
+            InvalidArgumentError,
+            "max_duration must be a number above 0, it is True",
+        ),
+        (
+            {"bucket_batch_size": None, "max_duration": math.nan},
+            InvalidArgumentError,
+            "max_duration must be a number above 0, it is nan",
+        ),
+        (
+            {"bucket_batch_size": None, "max_duration": 9.0, "quadratic_duration": [20.0]},
+            InvalidArgumentError,
+            r"quadratic_duration must be a number above 0, it is \[20.0\]",
+        ),
+        (
+            {"bucket_batch_size": None, "max_cuts": 7.5},
+            InvalidArgumentError,
+            "max_cuts must be a whole number of at least 1, it is 7.5",
+        ),
+        (
+            {"bucket_batch_size": None, "max_duration": 9.0, "max_tps": "25"},
+            InvalidArgumentError,
+            "max_tps must be one number without bucket_batch_size, it is '25'",
+        ),
+        (
+            {"bucket_batch_size": None, "max_duration": 9.0, "duration_bins": ""},
+            InvalidBinsError,
+            "duration_bins must be a sequence of numbers or pairs, it is ''",
+        ),
         (
             {"bucket_batch_size": None, "max_duration": -1.0},
             InvalidArgumentError,
-            "max_duration must be above 0, it is -1.0",
+            "max_duration must be a number above 0, it is -1.0",
         ),
         (
             {"bucket_batch_size": None, "max_duration": 9.0, "strict_2d": False},
@@ -566,6 +704,61 @@ def test_sizes_and_bins_come_from_numpy_and_tuples_too() -> None:
     sampler = fixed(make_cuts(30), bucket_batch_size=np.array(SIZES), duration_bins=np.array(BINS))
     assert sampler.bucket_batch_size == SIZES
     assert fixed(make_cuts(30), bucket_batch_size=tuple(SIZES), duration_bins=tuple(BINS)).bins == sampler.bins
+
+
+@pytest.mark.parametrize("sizes", [torch.tensor(SIZES), np.array(SIZES, dtype=np.uint8), map(int, SIZES)])
+def test_sizes_come_from_tensors_and_iterators_too(sizes: Any) -> None:
+    sampler = fixed(make_cuts(30), bucket_batch_size=sizes)
+    assert sampler.bucket_batch_size == SIZES
+    assert {type(size) for size in sampler.bucket_batch_size} == {int}
+
+
+def test_bins_are_estimated_for_as_many_sizes_as_an_iterator_holds() -> None:
+    sampler = CalibratedBucketingSampler(make_cuts(200), bucket_batch_size=iter([3, 2, 1]))
+    assert (len(sampler.bins), sampler.bucket_batch_size) == (3, [3, 2, 1])
+
+
+def numpy_numbers() -> dict[str, Any]:
+    names = {"buffer_size": 200, "max_buffer_size": 900, "world_size": 2, "rank": 1, "seed": 3}
+    return {name: np.int64(number) for name, number in names.items()}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_numbers_come_from_numpy_and_the_state_is_plain(shuffle: bool, tmp_path: Path) -> None:
+    sized = fixed(make_cuts(100), bucket_batch_size=np.array(SIZES), shuffle=shuffle, **numpy_numbers())
+    limited = CalibratedBucketingSampler(
+        make_cuts(100),
+        max_duration=np.float64(60.0),
+        max_cuts=np.int32(9),
+        quadratic_duration=np.float32(20.0),
+        duration_bins=np.array(BINS),
+        shuffle=shuffle,
+        **numpy_numbers(),
+    )
+    plain = fixed(make_cuts(100), shuffle=shuffle, max_buffer_size=900, world_size=2, rank=1, seed=3)
+    assert ids(sized) == ids(plain)
+    for sampler in (sized, limited):
+        next(iter(sampler))
+        state = sampler.state_dict()
+        json.dumps(state)
+        torch.save(state, tmp_path / "state.pt")
+        assert torch.load(tmp_path / "state.pt", weights_only=True) == state
+
+
+def test_sizes_hold_from_a_batch_that_is_a_whole_number() -> None:
+    sampler = fixed(make_cuts(100))
+    next(iter(sampler))
+    with pytest.raises(InvalidArgumentError, match=r"at_batch must be a whole number, it is 2\.0"):
+        sampler.apply(SIZES, at_batch=2.0)  # type: ignore[arg-type]
+    sampler.apply([1, 1, 1, 1], at_batch=np.int64(2))  # type: ignore[arg-type]
+    json.dumps(sampler.state_dict())
+
+
+def test_the_largest_buffer_is_five_times_the_usual_one_unless_it_is_given() -> None:
+    assert fixed(make_cuts(5)).max_buffer_size == 1000
+    assert fixed(make_cuts(5), max_buffer_size=300).max_buffer_size == 300
+    with pytest.raises(AttributeError):
+        fixed(make_cuts(5)).max_buffer_size = 3  # type: ignore[misc]
 
 
 def test_sizes_cannot_be_applied_under_lhotses_limits() -> None:
