@@ -64,6 +64,7 @@ class BucketBuffer:
         self.num_dropped = 0
         """How many examples ``drop_last`` left out at the end."""
         self._start = start
+        self._wanted = (capacity, start)  # as asked for, whatever the sizes
         self._bucket_rng = bucket_rng
         self._rest: Chunk | None = None
         self._due: int | None = None  # examples to take in before the next step; None before the first
@@ -76,6 +77,9 @@ class BucketBuffer:
     def _fit_capacity(self) -> None:
         if not isinstance(self.buckets, FixedBuckets):
             return
+        if self._due is None:
+            # Nothing was taken in yet: as if these sizes had been there from the beginning.
+            self.capacity, self._start = self._wanted
         # With this many examples some bucket is bound to hold a full batch for every rank.
         needed = int(self.buckets.sizes.sum()) * self.world_size
         if needed > self.max_capacity:

@@ -9,8 +9,11 @@ import logging
 import os
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
+from itertools import chain
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +28,7 @@ from lhotse_oomfit.bins import Bins
 from lhotse_oomfit.buckets import Batch, Buckets, ConstraintBuckets, FixedBuckets, LimitBuckets
 from lhotse_oomfit.buffer import BucketBuffer
 from lhotse_oomfit.errors import InvalidArgumentError, NotCalibratedError, ResumeError
-from lhotse_oomfit.position import Position, Schedule, num_processes, process_rank
+from lhotse_oomfit.position import OPTIONS, STATE_KEY, Position, Schedule, num_processes, process_rank
 from lhotse_oomfit.readahead import DirectReader, Reader, ThreadReader
 from lhotse_oomfit.selection import Selection
 from lhotse_oomfit.source import counters, inexact_because, restore_counters, sequential
@@ -38,10 +41,14 @@ __all__ = ["EpochSampler"]
 
 logger = logging.getLogger(__name__)
 
-_STATE_KEY = "oomfit"
 _START_SHARE = 10  # a concurrent buffer hands out batches when a tenth of it is filled
 _GROWTH = 5  # by default a buffer may grow to this many times buffer_size
 _BUCKET_SEED = 1234
+_OPTIONS = {name: f"_{name}" if name == "max_buffer_size" else name for name in OPTIONS}  # by name, the attribute
+_FROM_STATE = (
+    *_OPTIONS.values(),
+    *("buffer_size", "shuffle", "drop_last", "consistent_ids", "max_duration", "max_cuts", "quadratic_duration"),
+)
 
 
 class EpochSampler(DynamicBucketingSampler):
@@ -65,7 +72,7 @@ class EpochSampler(DynamicBucketingSampler):
 
     def _init_epoch(self) -> None:
         # The epoch and the sizes of the main process; workers, persistent ones included, read them in shared memory.
-        self._shared = torch.zeros(1 + len(self.bins or ()), dtype=torch.int64).share_memory_()
+        self._shared = torch.zeros(1 + len(self.bins or ()), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._seen = self._shared.tolist()
         self._worker_seed = secrets.randbits(48)  # stands for "trng" in worker processes
         self._common_seed: int | None = None  # stands for "trng" and "randomized" on several ranks
@@ -75,6 +82,10 @@ class EpochSampler(DynamicBucketingSampler):
         self._in_force: list[int] = []  # the sizes that the buffer works with
         self._counters: list[int] = []  # of the source, when the epoch began
         self._loaded: Position | None = None  # still to be replayed
+        self._continued = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]  # by worker: whether it replayed _loaded
+        # The sizes with which worker processes began their epoch, and whether they did.
+        self._started = torch.zeros(1 + len(self.bins or ()), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._over = False  # the epoch that was being iterated has ended, and iter() wasn't called since
         self._reported = False  # what was skipped in this epoch
 
     @property
@@ -91,8 +102,12 @@ class EpochSampler(DynamicBucketingSampler):
 
     def transform(self, cuts: CutSet) -> CutSet:
         """``cuts`` after the functions given to ``map()``, as a batch goes through them."""
-        for fn in self._transforms:
-            cuts = fn(cuts)
+        try:
+            for fn in self._transforms:
+                cuts = fn(cuts)
+        except StopIteration as stop:
+            # Passed on as it is, it would end the epoch in silence.
+            raise RuntimeError("a function given to map() raised StopIteration") from stop
         return cuts
 
     # Iterating
@@ -104,7 +119,8 @@ class EpochSampler(DynamicBucketingSampler):
         :raises BufferTooSmallError: when the buffer can't hold such batches.
         """
         self._follow_main_process()
-        if self._just_restored_state:
+        self._over = False
+        if self._just_restored_state and not self._was_continued():
             if not self._is_live():
                 self._rebuild()
         else:
@@ -123,8 +139,11 @@ class EpochSampler(DynamicBucketingSampler):
         """
         if epoch != self.epoch:
             self.allow_iter_to_reset_state()
-            if self._loaded is not None:
-                self._forget()
+            # A loader that has exhausted the old epoch may ask once more: that must not begin the new one.
+            self._over = self._over or (self._buffer is not None and self._reported)
+            self._close()
+            self._forget()
+            self._started.zero_()
         super().set_epoch(epoch)
         self._tell_workers()
 
@@ -144,6 +163,19 @@ class EpochSampler(DynamicBucketingSampler):
         if told[0] != self._seen[0]:
             self.set_epoch(told[0])
         self._seen = told
+
+    def _was_continued(self) -> bool:
+        """Whether the loaded state was continued by an earlier process of this worker's number.
+
+        Workers that don't persist are forked anew for every epoch, each time with the state that the main process
+        still has.
+        """
+        own = own_number()
+        if self._loaded is None or own is None or own >= len(self._continued):
+            return False
+        was = bool(self._continued[own])
+        self._continued[own] = 1
+        return was
 
     def _is_live(self) -> bool:
         return self._buffer is not None and self._buffer_pid == os.getpid()
@@ -172,6 +204,8 @@ class EpochSampler(DynamicBucketingSampler):
         restore_counters(self.cuts, self._counters)
         self._counters = counters(self.cuts)
         worker = torch.utils.data.get_worker_info()
+        if worker is not None and self._sizes is not None:
+            self._started.copy_(torch.tensor([1, *self._sizes]))
         seed = self._resolve_seed()
         self.rng = random.Random(seed + self.epoch)
         # Ranks whose streams differ choose buckets alike when this generator is seeded alike.
@@ -246,6 +280,8 @@ class EpochSampler(DynamicBucketingSampler):
 
     def __next__(self) -> Any:
         """The next batch of this rank: a CutSet, or a tuple of them with several sources."""
+        if self._over:
+            raise StopIteration
         if not self._is_live():
             self._rebuild()
         self.allow_iter_to_reset_state()
@@ -259,6 +295,9 @@ class EpochSampler(DynamicBucketingSampler):
         step = self._advance()
         if step is None:
             raise StopIteration
+        if self.consistent_ids and len(self.cuts) > 1:
+            # On all of them alike: a rank that goes on alone would wait for the others for ever.
+            _check_ids(step)
         return self._to_cuts(self._own_share(step))
 
     def _advance(self) -> list[Batch] | None:
@@ -274,12 +313,21 @@ class EpochSampler(DynamicBucketingSampler):
         step = buffer.next_step()
         if buffer.rejected or buffer.num_dropped:
             stats = self.diagnostics.current_epoch_stats
-            stats.discarded_cuts = (sum(buffer.rejected.values()) + buffer.num_dropped) * len(self.cuts)
+            # Shared out, as batches are, so that all ranks together have counted every cut once.
+            discarded = sum(buffer.rejected.values()) + buffer.num_dropped
+            stats.discarded_cuts = (discarded + self.world_size - 1 - self.rank) // self.world_size
         if step is not None:
             self._drawn += 1
         elif not self._reported:
             self._reported = True
             self._report_skipped()
+            if self._drawn == 0 and buffer.num_dropped and process_rank() == 0 and self.rank == 0:
+                logger.warning(
+                    "epoch %d has no batch: drop_last=True leaves out all of its %d cuts, which don't fill one batch "
+                    "for each rank; pass drop_last=False, or use fewer buckets or smaller batches",
+                    self.epoch,
+                    buffer.num_dropped,
+                )
         return step
 
     def _own_share(self, step: list[Batch]) -> Batch:
@@ -294,13 +342,6 @@ class EpochSampler(DynamicBucketingSampler):
     def _to_cuts(self, batch: Batch) -> Any:
         if len(self.cuts) == 1:
             return CutSet.from_cuts(batch)
-        for cuts in batch if self.consistent_ids else ():
-            if any(cut.id != cuts[0].id for cut in cuts):
-                raise InvalidArgumentError(
-                    f"the sources must hold cuts of the same IDs in the same order, they hold "
-                    f"{', '.join(repr(cut.id) for cut in cuts)} at the same place; sort them alike, or pass "
-                    f"consistent_ids=False"
-                )
         return tuple(CutSet.from_cuts(cuts) for cuts in zip(*batch, strict=True))
 
     def _note_kept(self, batch: Any) -> None:
@@ -325,7 +366,7 @@ class EpochSampler(DynamicBucketingSampler):
             state: dict[str, Any] = super().state_dict()
         finally:
             self.constraint = constraint
-        state[_STATE_KEY] = (self._here() if self._loaded is None else self._loaded).encode()
+        state[STATE_KEY] = (self._here() if self._loaded is None else self._loaded).encode()
         return state
 
     def state_dict_at(self, num_batches: int, *, num_workers: int = 0) -> dict[str, Any]:
@@ -356,11 +397,13 @@ class EpochSampler(DynamicBucketingSampler):
                 f"{num_batches}; for an iterable-style loader, pass its num_workers"
             )
         state = self.state_dict()
-        here = self._here() if self._loaded is None else self._loaded.with_sizes(self._sizes)
+        # Workers take over what was applied since only with their next iter().
+        sizes = self._started.tolist()[1:] if num_workers > 0 and self._started[0] else self._sizes
+        here = self._here() if self._loaded is None else self._loaded.with_sizes(sizes)
         here = here.at(num_batches, num_workers)
         if self.bins is not None and not here.schedule:
-            here = replace(here, schedule=[([0], list(self._sizes or ()))])
-        state[_STATE_KEY] = here.encode()
+            here = replace(here, schedule=[([0], list(sizes or ()))])
+        state[STATE_KEY] = here.encode()
         return state
 
     def _here(self) -> Position:
@@ -393,29 +436,37 @@ class EpochSampler(DynamicBucketingSampler):
         than the state's last ones, they hold from there on.
 
         :raises ResumeError: when the state can't be continued here: another number of ranks or workers, other bins,
-            another seed, or a state that Lhotse's own sampler saved; with ``on_resume="new_epoch"`` the next epoch
-            starts instead.
+            another seed, a state that is damaged or that Lhotse's own sampler saved; ``state_dict`` is left as it
+            was. With ``on_resume="new_epoch"`` the epoch starts anew instead.
         """
+        before = {name: getattr(self, name) for name in _FROM_STATE}
+        kept = self.__dict__ | {"_diagnostics": deepcopy(self.diagnostics)}
         try:
-            loaded = Position.parse(state_dict.pop(_STATE_KEY, None))
+            loaded = Position.parse(state_dict)
             loaded.check(self._here())
             for name in ("world_size", "seed"):
-                if state_dict[name] != getattr(self, name):
+                if state_dict.get(name) != getattr(self, name):
                     raise ResumeError(
-                        f"the state was saved with {name}={state_dict[name]!r}, this sampler has "
+                        f"the state was saved with {name}={state_dict.get(name)!r}, this sampler has "
                         f"{getattr(self, name)!r}"
                     )
+            _load_lhotse_state(super().load_state_dict, state_dict)
         except ResumeError as problem:
-            self._refuse(problem, int(state_dict.get("epoch") or 0))
+            self.__dict__.update(kept)
+            self._refuse(problem, _epoch_of(state_dict, self.epoch))
             state_dict.clear()
             return
+        state_dict.clear()
         self._close()
-        for name, attribute in (("concurrent",) * 2, ("sync_buckets",) * 2, ("max_buffer_size", "_max_buffer_size")):
-            if getattr(self, attribute) != loaded.options[name]:
-                logger.warning("%s becomes %s, as in the loaded state", name, loaded.options[name])
-                setattr(self, attribute, loaded.options[name])
-        super().load_state_dict(state_dict)
+        for name, attribute in _OPTIONS.items():
+            setattr(self, attribute, loaded.options[name])
+        for name, old in before.items():
+            if getattr(self, name) != old:
+                logger.warning("%s becomes %s, as in the loaded state", name.lstrip("_"), getattr(self, name))
         self._loaded = loaded
+        self._continued = torch.zeros(max(1, loaded.num_workers), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        self._started.zero_()
+        self._over = False
         self._drawn = 0
         self._schedule = []
         self._epoch_seed = self._common_seed = loaded.seed
@@ -430,20 +481,26 @@ class EpochSampler(DynamicBucketingSampler):
         if self._on_resume == "error":
             raise ResumeError(
                 f"the sampler's state must come from the same set-up: {problem}; restore that, or pass "
-                f"on_resume='new_epoch' to start the next epoch"
+                f"on_resume='new_epoch' to start the epoch anew"
             ) from problem
-        logger.warning("not resumed in the middle of epoch %d: %s; epoch %d starts", epoch, problem, epoch + 1)
+        # Not the next one: the trainer counts this epoch as the one that it is in, and will ask for the next.
+        logger.warning("not resumed in the middle of epoch %d: %s; the epoch starts anew", epoch, problem)
         self._close()
         self._forget()
-        self.set_epoch(epoch + 1)
+        self._over = False
+        self.allow_iter_to_reset_state()
+        self.set_epoch(epoch)
 
     def _rebuild(self) -> None:
         """Draw the batches of this epoch up to the position again: after a load, in a copy, in a forked process."""
         target, restored = self._drawn, self._just_restored_state
-        if self._loaded is not None:
-            worker = torch.utils.data.get_worker_info()
+        worker = torch.utils.data.get_worker_info()
+        num_workers = 0 if worker is None else worker.num_workers
+        if self._loaded is not None and self._loaded.num_batches == 0 and self._loaded.num_workers != num_workers:
+            target = 0  # nothing depends on who sampled
+        elif self._loaded is not None:
             try:
-                self._loaded.check_workers(0 if worker is None else worker.num_workers)
+                self._loaded.check_workers(num_workers)
                 number = self._loaded.part_of(own_number() or 0)
                 if not play(number):
                     number = own_number() or 0
@@ -453,7 +510,7 @@ class EpochSampler(DynamicBucketingSampler):
                 self._warn_if_inexact(self._loaded)
             except ResumeError as problem:
                 self._refuse(problem, self.epoch)
-                target = 0
+                target, restored = 0, False
         if target:
             again = ", which reads its archives from their start" if sequential(self.cuts) else ""
             logger.info("drawing %d batches of epoch %d again%s", target, self.epoch, again)
@@ -486,4 +543,37 @@ class EpochSampler(DynamicBucketingSampler):
 
     def __setstate__(self, state: Any) -> None:
         super().__setstate__(state)
-        self._shared.share_memory_()  # a plain copy isn't
+        for shared in (self._shared, self._continued, self._started):
+            shared.share_memory_()  # a plain copy isn't
+
+
+def _load_lhotse_state(load: Callable[[dict[str, Any]], None], state_dict: dict[str, Any]) -> None:
+    """Load Lhotse's part of a state, which is left as it is.
+
+    :raises ResumeError: when something in it is missing or isn't what it should be.
+    """
+    state = deepcopy({key: value for key, value in state_dict.items() if key != STATE_KEY})
+    try:
+        diagnostics = state["diagnostics"]
+        # JSON knows no other keys than strings.
+        diagnostics["stats_per_epoch"] = {int(key): value for key, value in diagnostics["stats_per_epoch"].items()}
+        for name in ("epoch", "buffer_size", "shuffle", "drop_last"):
+            index(state[name])
+        load(state)
+    except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
+        raise ResumeError(f"the state is damaged ({type(error).__name__}: {error})") from error
+
+
+def _epoch_of(state_dict: Any, default: int) -> int:
+    epoch = state_dict.get("epoch") if isinstance(state_dict, Mapping) else None
+    return epoch if isinstance(epoch, int) else default
+
+
+def _check_ids(step: list[Batch]) -> None:
+    for cuts in chain.from_iterable(step):
+        if any(cut.id != cuts[0].id for cut in cuts):
+            raise InvalidArgumentError(
+                f"the sources must hold cuts of the same IDs in the same order, they hold "
+                f"{', '.join(repr(cut.id) for cut in cuts)} at the same place; sort them alike, or pass "
+                f"consistent_ids=False"
+            )

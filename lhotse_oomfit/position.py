@@ -11,9 +11,12 @@ from torch import distributed
 
 from lhotse_oomfit.errors import ResumeError
 
-__all__ = ["Position", "Schedule", "in_workers", "num_processes", "process_rank"]
+__all__ = ["OPTIONS", "STATE_KEY", "Position", "Schedule", "in_workers", "num_processes", "process_rank"]
 
 _VERSION = 1
+STATE_KEY = "oomfit"
+"""Where a sampler's state holds its position."""
+OPTIONS = ("concurrent", "sync_buckets", "max_buffer_size")
 
 Schedule = list[tuple[int, list[int]]]  # sizes, and the batch of the epoch from which they hold
 
@@ -54,19 +57,36 @@ class Position:
         return {"version": _VERSION, **fields}
 
     @classmethod
-    def parse(cls, state: Mapping[str, Any] | None) -> Position:
-        """The position that :meth:`encode` wrote.
+    def parse(cls, state_dict: Any) -> Position:
+        """The position that :meth:`encode` wrote, in a sampler's whole state.
 
         :raises ResumeError: when it wrote something else; the message is a reason, without a subject.
         """
+        if not isinstance(state_dict, Mapping):
+            raise ResumeError(f"the state must be a dict, it is {type(state_dict).__name__}")
+        if not state_dict:
+            raise ResumeError("the state is empty: it was loaded before, which empties it, or never saved")
+        state = state_dict.get(STATE_KEY)
         if state is None:
             raise ResumeError("the state was saved by Lhotse's own sampler, which draws other batches")
-        if state.get("version") != _VERSION:
-            raise ResumeError(f"the state has format {state.get('version')}, this version reads {_VERSION}")
-        fields = {name: value for name, value in state.items() if name != "version"}
-        fields["drawn"] = {int(worker): int(num) for worker, num in fields["drawn"]}
-        fields["schedule"] = [(list(starts), list(sizes)) for starts, sizes in fields["schedule"]]
-        return cls(**fields)
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version != _VERSION:
+            raise ResumeError(f"the state has format {version}, this version reads {_VERSION}")
+        try:
+            fields = {name: value for name, value in state.items() if name != "version"}
+            fields["drawn"] = {int(worker): int(num) for worker, num in fields["drawn"]}
+            fields["schedule"] = [(_numbers(starts), _numbers(sizes)) for starts, sizes in fields["schedule"]]
+            fields["counters"] = _numbers(fields["counters"])
+            for name in ("num_workers", "num_processes", "rank", "worker_seed"):
+                fields[name] = int(fields[name])
+            fields["options"] = {name: fields["options"][name] for name in OPTIONS}
+            position = cls(**fields)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ResumeError(f"the state is damaged ({type(error).__name__}: {error})") from error
+        missing = set(range(max(1, position.num_workers))) - set(position.drawn) if len(position.drawn) != 1 else set()
+        if missing or not position.drawn or min(position.drawn.values()) < 0:
+            raise ResumeError(f"the state is damaged (batches by worker are {dict(position.drawn)})")
+        return position
 
     def at(self, num_batches: int, num_workers: int) -> Position:
         """The position after the loader has handed out ``num_batches``, one from each worker in turn."""
@@ -81,14 +101,21 @@ class Position:
         return (worker + self.num_batches) % self.num_workers
 
     def schedule_of(self, worker: int) -> Schedule:
-        """The schedule as worker number ``worker`` goes by it."""
-        return [(starts[worker if len(starts) > 1 else 0], sizes) for starts, sizes in self.schedule]
+        """The schedule as worker number ``worker`` goes by it: what was decided last holds."""
+        schedule: Schedule = []
+        for starts, sizes in self.schedule:
+            start = starts[worker if len(starts) > 1 else 0]
+            schedule = [entry for entry in schedule if entry[0] < start] + [(start, sizes)]
+        return schedule
 
     def with_sizes(self, sizes: list[int] | None) -> Position:
-        """The same position with ``sizes`` from the next batch of each worker on, where they differ from the last."""
+        """The same position with ``sizes`` from the next batch of each worker on, where they differ from the last.
+
+        They replace changes that were still to come.
+        """
         if sizes is None or not self.schedule or self.schedule[-1][1] == sizes:
             return self
-        starts = [max(num, self.schedule_of(worker)[-1][0]) for worker, num in sorted(self.drawn.items())]
+        starts = [num for _, num in sorted(self.drawn.items())]
         return replace(self, schedule=[*self.schedule, (starts, list(sizes))])
 
     @property
@@ -113,6 +140,10 @@ class Position:
         """
         if self.num_workers != num_workers:
             raise ResumeError(f"the state was {in_workers(self.num_workers)}, now it is {in_workers(num_workers)}")
+
+
+def _numbers(values: Any) -> list[int]:
+    return [int(value) for value in values]
 
 
 def in_workers(num_workers: int) -> str:

@@ -158,9 +158,7 @@ def test_another_number_of_workers_is_refused_with_both_numbers() -> None:
     state = make().state_dict_at(4, num_workers=2)
     lenient = make(on_resume="new_epoch")
     lenient.load_state_dict(state)
-    expected = make()
-    expected.set_epoch(1)
-    assert ids(lenient) == ids(expected)
+    assert ids(lenient) == ids(make())
 
 
 def test_persistent_workers_follow_set_epoch_and_restart_after_a_break() -> None:
@@ -270,6 +268,38 @@ def test_workers_take_each_others_parts_so_that_the_turns_go_on_where_they_stopp
     assert consumed + list(again) == whole
     again.dataset.set_epoch(1)  # type: ignore[attr-defined]
     assert list(again) == second_epoch
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_the_epochs_after_a_resumed_one_are_whole_without_set_epoch(persistent: bool) -> None:
+    whole = list(iterable_style(make(), 2))
+    resumed = make()
+    resumed.load_state_dict(make().state_dict_at(7, num_workers=2))
+    loader = iterable_style(resumed, 2, persistent_workers=persistent)
+    assert list(loader) == whole[7:]
+    assert [list(loader), list(loader)] == [whole, whole]
+
+
+def test_a_state_without_batches_can_be_continued_with_any_number_of_workers() -> None:
+    sampler = make()
+    list(sampler)
+    sampler.set_epoch(1)
+    resumed = make()
+    resumed.load_state_dict(sampler.state_dict())
+    assert len(list(iterable_style(resumed, 2))) == 2 * len(ids(sampler))
+
+
+def test_sizes_applied_while_workers_iterate_are_not_taken_for_those_they_work_with() -> None:
+    sampler = make()
+    consumed = [batch for batch, _ in zip(iterable_style(sampler, 2), range(7), strict=False)]
+    sampler.apply([2, 2, 2, 2])
+    resumed = make(bucket_batch_size=[2, 2, 2, 2])
+    resumed.load_state_dict(sampler.state_dict_at(7, num_workers=2))
+    after = list(iterable_style(resumed, 2))
+    assert all(len(names) <= 2 for _, names in after)
+    for worker in (0, 1):
+        drawn = [name for w, names in consumed + after for name in names if w == worker]
+        assert sorted(drawn) == sorted(CUTS.ids)
 
 
 # Ranks that agree on a seed

@@ -143,18 +143,46 @@ def test_a_state_saved_after_a_resume_is_exact_again() -> None:
     assert ids(again) == whole[9:]
 
 
+@pytest.mark.parametrize("num", [10, 10_000], ids=["in the middle", "at the end"])
+def test_a_state_saved_after_set_epoch_and_before_iter_is_the_new_epochs_beginning(num: int) -> None:
+    sampler = make()
+    whole = ids(sampler)
+    take(sampler, min(num, len(whole)))
+    sampler.set_epoch(1)
+    assert sampler.num_batches_drawn == 0
+    states = [sampler.state_dict(), sampler.state_dict_at(0)]
+    expected = ids(sampler)
+    assert len(expected) > 10
+    for state in states:
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert ids(resumed) == expected
+
+
+def test_an_exhausted_iterator_stays_exhausted_when_the_epoch_is_set() -> None:
+    sampler = make()
+    list(sampler)
+    sampler.set_epoch(1)
+    with pytest.raises(StopIteration):
+        next(sampler)
+    assert len(list(sampler)) > 10
+
+
 # The schedule of sizes
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=40)
 @given(
+    concurrent=st.booleans(),
+    buffer_size=st.sampled_from([20, 150]),
     changes=st.lists(st.tuples(st.integers(0, 40), st.lists(st.integers(1, 20), min_size=4, max_size=4)), max_size=4),
     stop=st.integers(0, 60),
 )
 def test_sizes_that_changed_on_the_way_are_replayed_where_they_changed(
-    changes: list[tuple[int, list[int]]], stop: int
+    concurrent: bool, buffer_size: int, changes: list[tuple[int, list[int]]], stop: int
 ) -> None:
-    sampler = iter(make())
+    options: dict[str, Any] = {"concurrent": concurrent, "buffer_size": buffer_size}
+    sampler = iter(make(**options))
     seen: list[list[str]] = []
     by_batch = dict(changes)
     for number in range(stop):
@@ -167,7 +195,7 @@ def test_sizes_that_changed_on_the_way_are_replayed_where_they_changed(
     sizes = sampler.bucket_batch_size
     state = sampler.state_dict()
     remaining = rest(sampler)
-    resumed = make(bucket_batch_size=sizes)
+    resumed = make(bucket_batch_size=sizes, **options)
     resumed.load_state_dict(state)
     assert ids(resumed) == remaining
     assert sorted(name for batch in seen + remaining for name in batch) == sorted(CUTS.ids)
@@ -180,6 +208,31 @@ def test_other_sizes_than_the_saved_ones_hold_after_the_replay() -> None:
     after = list(resumed)
     assert all(len(batch) <= 3 for batch in after)
     assert sorted([name for batch in before for name in batch] + flat(after)) == sorted(CUTS.ids)
+
+
+@pytest.mark.parametrize("at_batch", [None, 30], ids=["prefetched", "still to come"])
+def test_smaller_sizes_than_the_saved_ones_hold_at_once_whatever_changes_were_to_come(at_batch: int | None) -> None:
+    sampler = iter(make())
+    before = [next(sampler) for _ in range(8)][:6]
+    sampler.apply([8, 4, 2, 1], at_batch=at_batch)
+    next(sampler)
+    resumed = make(bucket_batch_size=[2, 1, 1, 1])
+    resumed.load_state_dict(sampler.state_dict_at(6))
+    after = list(resumed)
+    assert all(len(batch) <= 2 for batch in after)
+    assert sorted(flat(before + after)) == sorted(CUTS.ids)
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+@pytest.mark.parametrize("buffer_size", [20, 150])
+def test_sizes_applied_before_the_first_batch_are_as_if_given_from_the_start(
+    concurrent: bool, buffer_size: int
+) -> None:
+    options: dict[str, Any] = {"concurrent": concurrent, "buffer_size": buffer_size}
+    for sizes in ([1, 1, 1, 1], [16, 1, 8, 3]):
+        sampler = iter(make(**options))
+        sampler.apply(sizes)
+        assert rest(sampler) == ids(make(bucket_batch_size=sizes, **options))
 
 
 def test_an_auto_sampler_replays_the_saved_sizes_and_goes_on_with_its_new_ones() -> None:
@@ -350,7 +403,7 @@ def test_trng_differs_from_one_epoch_to_the_next() -> None:
     ],
     ids=["other ranks", "another seed", "other bins"],
 )
-def test_a_state_of_another_set_up_is_refused_or_starts_the_next_epoch(
+def test_a_state_of_another_set_up_is_refused_or_starts_the_epoch_anew(
     saved: dict[str, Any], loaded: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler = make(**saved)
@@ -364,9 +417,9 @@ def test_a_state_of_another_set_up_is_refused_or_starts_the_next_epoch(
         resumed.load_state_dict(state)
     assert state == {}
     assert "not resumed in the middle of epoch 3" in caplog.text
-    assert resumed.epoch == 4
+    assert resumed.epoch == 3
     fresh = make(**loaded)
-    fresh.set_epoch(4)
+    fresh.set_epoch(3)
     assert ids(resumed) == ids(fresh)
 
 
@@ -387,6 +440,46 @@ def test_a_state_of_lhotses_own_sampler_is_refused() -> None:
     ours = CalibratedBucketingSampler(CUTS, max_duration=60.0, duration_bins=BINS)
     with pytest.raises(ResumeError, match="the state was saved by Lhotse's own sampler, which draws other batches"):
         ours.load_state_dict(theirs.state_dict())
+
+
+def _damaged(change: Any) -> dict[str, Any]:
+    state = take(make(), 3).state_dict()
+    change(state)
+    return dict(state)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda state: state.clear(), "the state is empty: it was loaded before, which empties it, or never saved"),
+        (lambda state: state.pop("diagnostics"), r"the state is damaged \(KeyError: 'diagnostics'\)"),
+        (lambda state: state.update(buffer_size="many"), r"the state is damaged \(TypeError"),
+        (lambda state: state["oomfit"].pop("drawn"), r"the state is damaged \(KeyError: 'drawn'\)"),
+        (lambda state: state["oomfit"].update(drawn=[["a", "b"]]), r"the state is damaged \(ValueError"),
+        (lambda state: state["oomfit"].update(extra=1), r"the state is damaged \(TypeError"),
+        (lambda state: state.update(oomfit=3), "the state has format None, this version reads 1"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_left_as_it_was(change: Any, reason: str) -> None:
+    state = _damaged(change)
+    before = deepcopy(state)
+    sampler = make()
+    with pytest.raises(ResumeError, match=reason):
+        sampler.load_state_dict(state)
+    assert state == before
+    assert ids(sampler) == ids(make())
+    lenient = make(on_resume="new_epoch")
+    lenient.load_state_dict(state)
+    assert ids(lenient) == ids(make())
+
+
+def test_a_state_that_was_refused_can_be_loaded_where_it_belongs() -> None:
+    state = take(make(), 5).state_dict()
+    with pytest.raises(ResumeError, match="bins"):
+        make(duration_bins=[5.0, 10.0, 20.0, 40.0]).load_state_dict(state)
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert ids(resumed) == ids(make())[5:]
 
 
 def test_settings_that_decide_what_comes_next_are_taken_from_the_state(caplog: pytest.LogCaptureFixture) -> None:
