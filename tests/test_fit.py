@@ -343,14 +343,18 @@ def test_an_error_in_the_users_step_comes_out_as_itself_with_everything_restored
 
 
 def test_a_second_run_loads_the_profile_and_runs_no_trial(cache, caplog):
-    first = run(cache=cache)
+    steps = []
 
     def step(model, batch):
-        raise AssertionError("a trial ran")
+        steps.append(len(batch["features"]))
+        return model.loss(batch)
 
+    first = run(cache=cache, training_step=step)
+    num = len(steps)
     with caplog.at_level(logging.INFO):
         second = run(cache=cache, training_step=step)
     assert second == first
+    assert len(steps) == num > 0
     assert "loaded from" in caplog.text
     assert "0 trial steps" in caplog.text
 
@@ -412,6 +416,88 @@ def test_an_unreadable_profile_is_measured_again_and_says_why(tmp_path, caplog, 
     assert reason in caplog.text
     assert second.bucket_batch_size == first.bucket_batch_size
     assert read_profile(path) == second
+
+
+@pytest.mark.parametrize("what", ["training_step", "collate_fn", "map"])
+def test_another_function_of_the_users_recalibrates_and_says_which(tmp_path, caplog, what):
+    def heavier(model, batch):
+        return model.loss(batch) + model.loss(batch)
+
+    def doubled(batch):
+        return {name: torch.cat([value, value], dim=0) for name, value in batch.items()}
+
+    path = tmp_path / "bins.yaml"
+    first = run(cache=path)
+    sampler = tiny_sampler()
+    options = {"training_step": heavier} if what == "training_step" else {}
+    if what == "collate_fn":
+        options["collate_fn"] = doubled
+    if what == "map":
+        sampler.map(lambda cuts: CutSet.from_cuts([cut.with_id(f"{cut.id}-{i}") for cut in cuts for i in range(2)]))
+    with caplog.at_level(logging.INFO):
+        second = run(sampler, cache=path, **options)
+    assert f"code.{what}" in caplog.text
+    assert second.bucket_batch_size[-1] < first.bucket_batch_size[-1]
+
+
+def test_parts_in_eval_mode_stay_there_in_trials():
+    seen = set()
+
+    def step(model, batch):
+        seen.add((model.training, model.block.training))
+        return model.loss(batch)
+
+    model = TinyModel()
+    model.block.eval()
+    run(model=model, training_step=step)
+    assert seen == {(True, False)}
+
+
+def test_optimizer_state_of_some_parameters_is_not_taken_for_complete():
+    fresh = run(memory_limit="3MiB")
+    model = TinyModel()
+    optimizer = torch.optim.AdamW([model.head.weight])
+    model.loss(TinyDataset()[tiny_cuts(2)]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.add_param_group({"params": [p for p in model.parameters() if p is not model.head.weight]})
+    assert run(model=model, optimizer=optimizer, memory_limit="3MiB").bucket_batch_size == fresh.bucket_batch_size
+    assert len(optimizer.state) == 1
+
+
+def test_a_teacher_that_the_forward_pass_updates_is_restored_on_resume_too():
+    model = TinyModel()
+    model.teacher = torch.nn.Linear(4, 4).requires_grad_(False)
+    optimizer, _ = tiny_optimizer(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # as a resumed optimizer, it has all its state
+    optimizer.zero_grad()
+    before = fingerprint_of_state(model)
+
+    def step(model, batch):
+        with torch.no_grad():
+            for parameter in model.teacher.parameters():
+                parameter.mul_(0.9)
+        return model.loss(batch)
+
+    run(model=model, optimizer=optimizer, training_step=step)
+    assert fingerprint_of_state(model) == before
+
+
+def test_a_norm_that_needs_two_examples_names_the_bucket_that_holds_only_one():
+    class Pooling(TinyModel):
+        def __init__(self):
+            super().__init__()
+            self.pooled = torch.nn.BatchNorm1d(24)
+
+        def loss(self, batch):
+            x = self.subsample(batch["features"].transpose(1, 2))
+            attention = x.transpose(1, 2) @ x
+            return self.pooled((x @ attention.softmax(-1)).mean(-1)).square().sum()
+
+    with pytest.raises(BucketDoesNotFitError, match="a batch of one example exceeds"):
+        run(model=Pooling(), memory_limit="400KiB")
 
 
 def test_training_settings_do_not_change_what_a_profile_is_valid_for(cache):
