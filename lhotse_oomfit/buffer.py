@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 
@@ -22,6 +22,7 @@ __all__ = ["BucketBuffer"]
 
 logger = logging.getLogger(__name__)
 
+_TELL = 10  # times as many examples as the buffer holds, or as when it was told last
 Step = list[tuple[int, Batch]]  # a bucket and its examples, for each rank
 
 
@@ -36,6 +37,8 @@ class BucketBuffer:
     :param same_bucket: draw all batches of a step from one bucket where possible.
     :param drop_last: leave out batches that the end of the source leaves incomplete.
     :param bucket_rng: chooses buckets; seeded alike on ranks that have streams of their own, it keeps them in step.
+    :param on_rejections: told how many examples were rejected and how many were read, once these are ten times
+        ``capacity``, and again each time there are ten times as many. A source needn't end, nor hold what is admitted.
     :raises BufferTooSmallError: when ``max_capacity`` can't hold a step's full batches of every bucket.
     """
 
@@ -51,6 +54,7 @@ class BucketBuffer:
         world_size: int = 1,
         same_bucket: bool = True,
         drop_last: bool = False,
+        on_rejections: Callable[[int, int], None] | None = None,
     ) -> None:
         self.reader = reader
         self.buckets = buckets
@@ -67,6 +71,9 @@ class BucketBuffer:
         self._wanted = (capacity, start)  # as asked for, whatever the sizes
         self._bucket_rng = bucket_rng
         self._rest: Chunk | None = None
+        self._on_rejections = on_rejections
+        self._num_read = 0
+        self._tell_at = _TELL * capacity
         self._due: int | None = None  # examples to take in before the next step; None before the first
         self._size = 0
         self._ended = False
@@ -134,18 +141,25 @@ class BucketBuffer:
 
     def _take_in(self, num: int) -> None:
         while num > 0 and not self._ended:
-            chunk, self._rest = self._rest or self.reader.read(num), None
+            chunk, self._rest = self._rest, None
             if chunk is None:
-                self._ended = True
-                break
-            if chunk.rejected:
-                self.rejected.update(chunk.rejected)
-                chunk.rejected = {}
+                chunk = self.reader.read(num)
+                if chunk is None:
+                    self._ended = True
+                    break
+                self._count(chunk)
             if len(chunk.items) > num:
                 chunk, self._rest = _split(chunk, num)
             self.buckets.add(chunk)
             self._size += len(chunk.items)
             num -= len(chunk.items)
+
+    def _count(self, chunk: Chunk) -> None:
+        self.rejected.update(chunk.rejected)
+        self._num_read += len(chunk.items) + sum(chunk.rejected.values())
+        if self._num_read >= self._tell_at and self.rejected and self._on_rejections is not None:
+            self._tell_at = _TELL * self._num_read
+            self._on_rejections(sum(self.rejected.values()), self._num_read)
 
     def _take_in_more(self) -> None:
         """No bucket is ready although the source goes on: only more examples can help."""

@@ -9,6 +9,7 @@ import logging
 import os
 import random
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -31,7 +32,7 @@ from lhotse_oomfit.errors import InvalidArgumentError, NotCalibratedError, Resum
 from lhotse_oomfit.position import OPTIONS, STATE_KEY, Position, Schedule, num_processes, process_rank
 from lhotse_oomfit.readahead import DirectReader, Reader, ThreadReader
 from lhotse_oomfit.selection import Selection
-from lhotse_oomfit.source import counters, inexact_because, restore_counters, sequential
+from lhotse_oomfit.source import counters, endless, inexact_because, restore_counters, sequential
 from lhotse_oomfit.turns import own_number, play
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class EpochSampler(DynamicBucketingSampler):
 
     def _init_epoch(self) -> None:
         # The epoch and the sizes of the main process; workers, persistent ones included, read them in shared memory.
-        self._shared = torch.zeros(1 + len(self.bins or ()), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._shared = torch.zeros(1 + len(self.bins or ()), dtype=torch.int64).share_memory_()
         self._seen = self._shared.tolist()
         self._worker_seed = secrets.randbits(48)  # stands for "trng" in worker processes
         self._common_seed: int | None = None  # stands for "trng" and "randomized" on several ranks
@@ -82,9 +83,9 @@ class EpochSampler(DynamicBucketingSampler):
         self._in_force: list[int] = []  # the sizes that the buffer works with
         self._counters: list[int] = []  # of the source, when the epoch began
         self._loaded: Position | None = None  # still to be replayed
-        self._continued = torch.zeros(1, dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]  # by worker: whether it replayed _loaded
+        self._continued = torch.zeros(1, dtype=torch.uint8).share_memory_()  # by worker: whether it replayed _loaded
         # The sizes with which worker processes began their epoch, and whether they did.
-        self._started = torch.zeros(1 + len(self.bins or ()), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._started = torch.zeros(1 + len(self.bins or ()), dtype=torch.int64).share_memory_()
         self._over = False  # the epoch that was being iterated has ended, and iter() wasn't called since
         self._reported = False  # what was skipped in this epoch
 
@@ -97,8 +98,17 @@ class EpochSampler(DynamicBucketingSampler):
         """What decides which bucket a cut belongs to."""
         raise NotImplementedError
 
-    def _report_skipped(self) -> None:
-        """Say at the end of an epoch what belonged to no bucket."""
+    def _report_skipped(self, *, so_far: bool = False) -> None:
+        """Say at the end of an epoch, or on its way, what belonged to no bucket."""
+
+    def _report_nothing(self, num_read: int) -> None:
+        """Say that nothing of what was read belonged to a bucket."""
+
+    def _on_rejections(self, num_rejected: int, num_read: int) -> None:
+        if num_rejected == num_read:
+            self._report_nothing(num_read)
+        elif endless(self.cuts):
+            self._report_skipped(so_far=True)
 
     def transform(self, cuts: CutSet) -> CutSet:
         """``cuts`` after the functions given to ``map()``, as a batch goes through them."""
@@ -227,6 +237,7 @@ class EpochSampler(DynamicBucketingSampler):
             same_bucket=self.sync_buckets,
             drop_last=self.drop_last,
             bucket_rng=np.random.default_rng(entropy),
+            on_rejections=_weakly(self._on_rejections),
         )
         self._buffer_pid = os.getpid()
         self._reported = False
@@ -464,7 +475,7 @@ class EpochSampler(DynamicBucketingSampler):
             if getattr(self, name) != old:
                 logger.warning("%s becomes %s, as in the loaded state", name.lstrip("_"), getattr(self, name))
         self._loaded = loaded
-        self._continued = torch.zeros(max(1, loaded.num_workers), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+        self._continued = torch.zeros(max(1, loaded.num_workers), dtype=torch.uint8).share_memory_()
         self._started.zero_()
         self._over = False
         self._drawn = 0
@@ -567,6 +578,18 @@ def _load_lhotse_state(load: Callable[[dict[str, Any]], None], state_dict: dict[
 def _epoch_of(state_dict: Any, default: int) -> int:
     epoch = state_dict.get("epoch") if isinstance(state_dict, Mapping) else None
     return epoch if isinstance(epoch, int) else default
+
+
+def _weakly(method: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """``method`` as long as its object lives: without a cycle, the reading thread ends with the sampler at once."""
+    weak = weakref.WeakMethod(method)
+
+    def call(num_rejected: int, num_read: int) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(num_rejected, num_read)
+
+    return call
 
 
 def _check_ids(step: list[Batch]) -> None:

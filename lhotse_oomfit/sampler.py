@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -44,8 +44,12 @@ _REMEDIES = {
     Rejection.TOO_DENSE.value: "raise max_tps",
     Rejection.TOO_SPARSE.value: "lower min_tps",
     Rejection.NO_TOKENS.value: "give the cuts supervisions, or use 1D bins without min_tps and max_tps",
+    FILTERED: "look at the filter",
     NO_BUCKET: "look at the constraint's select_bucket",
 }
+
+
+_MOST_IN_VAIN = 100_000  # cuts in a row that belong to no bucket, before a sample of cuts is given up
 
 
 class CalibratedBucketingSampler(EpochSampler):
@@ -295,23 +299,30 @@ class CalibratedBucketingSampler(EpochSampler):
 
         The position in the epoch stays as it is.
 
-        :raises EmptySourceError: when there is none.
+        :raises EmptySourceError: when there is none, or none among the first 100,000.
         :raises InvalidArgumentError: for a source that can be read only once, which would lose these cuts.
         """
         for source in self.cuts:
             refuse_read_once(source, "calibration")
         selection = self._selection()
         found: list[Cut] = []
+        in_vain = 0  # in a row: the source needn't end
         with undisturbed(self.cuts):
             for item in zip(*self.cuts, strict=False):
                 if all(self._filter_fn(cut) for cut in item) and not isinstance(selection.classify(item[0]), str):
                     found.append(item[0])
+                    in_vain = 0
                     if len(found) == num:
                         break
+                else:
+                    in_vain += 1
+                    if in_vain == _MOST_IN_VAIN:
+                        break
         if not found:
+            among = f"there is none among the first {in_vain}" if in_vain == _MOST_IN_VAIN else "there is none"
             raise EmptySourceError(
-                "the sampler must have at least one cut that passes its filter and belongs to a bucket, there is none; "
-                "look at the source, the filter, duration_bins and max_tps"
+                f"the sampler must have at least one cut that passes its filter and belongs to a bucket, {among}; "
+                f"look at the source, the filter, duration_bins and max_tps"
             )
         return found
 
@@ -339,21 +350,39 @@ class CalibratedBucketingSampler(EpochSampler):
             return {}
         return {reason: num for reason, num in sorted(self._buffer.rejected.items()) if reason != FILTERED}
 
-    def _report_skipped(self) -> None:
+    def _report_skipped(self, *, so_far: bool = False) -> None:
         worker = torch.utils.data.get_worker_info()
         if process_rank() > 0 or self.rank > 0 or (worker is not None and worker.id > 0):
             return
         skipped = self.num_skipped
         if skipped:
             logger.warning(
-                "epoch %d: %d cuts were skipped: %s",
+                "epoch %d: %d cuts were skipped%s%s: %s",
                 self.epoch,
                 sum(skipped.values()),
-                "; ".join(f"{num} {reason} ({_REMEDIES[reason]})" for reason, num in skipped.items()),
+                " so far" if so_far else "",
+                "" if worker is None else f" in worker {worker.id} of {worker.num_workers}",
+                _with_remedies(skipped),
+            )
+
+    def _report_nothing(self, num_read: int) -> None:
+        if self.rank == 0 and self._buffer is not None:
+            logger.warning(
+                "epoch %d: none of the %d cuts read so far belongs to a bucket: %s",
+                self.epoch,
+                num_read,
+                _with_remedies(self._buffer.rejected),
             )
 
     def get_report(self) -> str:
-        """Lhotse's report, and how many cuts of this epoch were skipped, by reason."""
+        """Lhotse's report, and how many cuts of this epoch were skipped, by reason, those of ``drop_last`` included."""
         report: str = super().get_report()
-        skipped = ", ".join(f"{num} {reason}" for reason, num in self.num_skipped.items())
+        parts = [f"{num} {reason}" for reason, num in self.num_skipped.items()]
+        if self._buffer is not None and self._buffer.num_dropped:
+            parts.append(f"{self._buffer.num_dropped} left over (drop_last=False keeps them)")
+        skipped = ", ".join(parts)
         return f"{report}\n|  epoch {self.epoch:d} skipped | {skipped} |" if skipped else report
+
+
+def _with_remedies(rejected: Mapping[str, int]) -> str:
+    return "; ".join(f"{num} {reason} ({_REMEDIES[reason]})" for reason, num in sorted(rejected.items()))

@@ -264,6 +264,17 @@ def test_what_belongs_to_no_bucket_is_counted() -> None:
     assert buffer.rejected == {"negative": 3}
 
 
+def test_rejections_are_told_when_ten_times_the_buffer_was_read_and_ten_times_that() -> None:
+    told: list[tuple[int, int]] = []
+    corpus = items([0] + [-1] * 4999 + [0])
+    buffer = make_buffer(
+        corpus, FixedBuckets([1], None), capacity=4, start=4, on_rejections=lambda *nums: told.append(nums)
+    )
+    steps(buffer)
+    assert [read - rejected for rejected, read in told] == [1, 1, 1]
+    assert [read // 40 for _, read in told] == [1, 10, 100]
+
+
 def test_at_most_a_quarter_more_is_taken_in_than_drawn() -> None:
     read = []
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import re
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -18,7 +19,7 @@ from lhotse.dataset.sampling.dynamic_bucketing import DynamicBucketingSampler
 from sampler_corpora import flat, ids, make_cuts
 
 from lhotse_oomfit import CalibratedBucketingSampler
-from lhotse_oomfit.errors import ResumeError
+from lhotse_oomfit.errors import EmptySourceError, ResumeError
 
 BINS = [5.0, 10.0, 20.0, 30.0]
 SIZES = [16, 8, 4, 2]
@@ -166,6 +167,81 @@ def test_an_exhausted_iterator_stays_exhausted_when_the_epoch_is_set() -> None:
     with pytest.raises(StopIteration):
         next(sampler)
     assert len(list(sampler)) > 10
+
+
+# What would otherwise be silent
+
+
+def test_an_endless_source_of_which_nothing_is_admitted_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    def source() -> Iterator[Any]:
+        for _ in range(100):
+            yield from CUTS
+
+    sampler = make(CutSet(source()), max_tps=0.1)
+    with caplog.at_level(logging.WARNING):
+        assert list(sampler) == []
+    first, *_ = caplog.messages
+    assert first.startswith("epoch 0: none of the 1500 cuts read so far belongs to a bucket: 1500 too dense (raise max")
+    assert len(caplog.messages) == 3  # again at ten times as many, and at the end
+
+
+def test_cuts_that_an_endless_source_lets_skip_are_told_of_without_an_end(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = make(CUTS.repeat(), duration_bins=[5.0, 10.0, 20.0, 25.0])
+    with caplog.at_level(logging.WARNING):
+        take(sampler, 400)
+    (message,) = caplog.messages
+    assert re.match(r"epoch 0: \d+ cuts were skipped so far: \d+ too long \(add a longer edge", message)
+
+
+def test_a_sample_of_cuts_is_given_up_where_an_endless_source_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lhotse_oomfit.sampler._MOST_IN_VAIN", 1000)
+    with pytest.raises(EmptySourceError, match="belongs to a bucket, there is none among the first 1000; look at"):
+        make(CUTS.repeat(), max_tps=0.1).sample_cuts(3)
+
+
+def test_sources_out_of_step_are_an_error_on_every_rank_at_the_same_step() -> None:
+    cuts = list(CUTS)
+    swapped = [*cuts[:50], cuts[51], cuts[50], *cuts[52:]]
+    failed = []
+    for rank in range(4):
+        sampler = CalibratedBucketingSampler(
+            CutSet(cuts), CutSet(swapped), bucket_batch_size=SIZES, duration_bins=BINS, rank=rank, world_size=4
+        )
+        with pytest.raises(ValueError, match="the sources must hold cuts of the same IDs in the same order"):
+            list(sampler)
+        failed.append(sampler.num_batches_drawn)
+    assert len(set(failed)) == 1
+
+
+def test_a_map_that_raises_stop_iteration_does_not_end_the_epoch() -> None:
+    def stop(_: CutSet) -> CutSet:
+        raise StopIteration
+
+    with pytest.raises(RuntimeError, match=r"a function given to map\(\) raised StopIteration"):
+        list(make().map(stop))
+
+
+def test_dropping_every_cut_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = make(bucket_batch_size=[200] * 4, drop_last=True, world_size=4, rank=0, max_buffer_size=4000)
+    with caplog.at_level(logging.WARNING):
+        assert list(sampler) == []
+    assert "epoch 0 has no batch: drop_last=True leaves out all of its 600 cuts, which don't fill" in caplog.text
+    assert "600 left over (drop_last=False keeps them)" in sampler.get_report()
+
+
+def test_ranks_together_count_every_cut_once() -> None:
+    options: dict[str, Any] = {"duration_bins": [5.0, 10.0, 20.0, 25.0], "drop_last": True, "world_size": 4}
+    ranks = [make(rank=rank, **options) for rank in range(4)]
+    kept = [len(flat(sampler)) for sampler in ranks]
+    assert [sampler.diagnostics.kept_cuts for sampler in ranks] == kept
+    assert sum(kept) + sum(sampler.diagnostics.discarded_cuts for sampler in ranks) == len(CUTS)
+
+
+def test_several_sources_count_a_tuple_as_one_cut() -> None:
+    sampler = CalibratedBucketingSampler(CUTS, CUTS, bucket_batch_size=[4, 4], duration_bins=[5.0, 20.0])
+    kept = sum(len(first) for first, _ in sampler)
+    stats = sampler.diagnostics.current_epoch_stats
+    assert 0 < stats.discarded_cuts == len(CUTS) - kept
 
 
 # The schedule of sizes
