@@ -28,11 +28,13 @@ from torch import distributed
 from lhotse_oomfit.bins import Bins
 from lhotse_oomfit.buckets import Batch, Buckets, ConstraintBuckets, FixedBuckets, LimitBuckets
 from lhotse_oomfit.buffer import BucketBuffer
+from lhotse_oomfit.bytecode import callable_digest
+from lhotse_oomfit.digest import short_sha
 from lhotse_oomfit.errors import InvalidArgumentError, NotCalibratedError, ResumeError
 from lhotse_oomfit.position import OPTIONS, STATE_KEY, Position, Schedule, num_processes, process_rank
 from lhotse_oomfit.readahead import DirectReader, Reader, ThreadReader
 from lhotse_oomfit.selection import Selection
-from lhotse_oomfit.source import counters, endless, inexact_because, restore_counters, sequential
+from lhotse_oomfit.source import counters, counting_unknown, endless, inexact_because, restore_counters, sequential
 from lhotse_oomfit.turns import own_number, play
 
 if TYPE_CHECKING:
@@ -85,7 +87,9 @@ class EpochSampler(DynamicBucketingSampler):
         self._loaded: Position | None = None  # still to be replayed
         self._continued = torch.zeros(1, dtype=torch.uint8).share_memory_()  # by worker: whether it replayed _loaded
         # The sizes with which worker processes began their epoch, and whether they did.
-        self._started = torch.zeros(1 + len(self.bins or ()), dtype=torch.int64).share_memory_()
+        # After them, how often they had iterated the parts of the source before.
+        self._num_counters = len(counters(self.cuts))
+        self._started = torch.zeros(2 + len(self.bins or ()) + self._num_counters, dtype=torch.int64).share_memory_()
         self._over = False  # the epoch that was being iterated has ended, and iter() wasn't called since
         self._reported = False  # what was skipped in this epoch
 
@@ -214,8 +218,9 @@ class EpochSampler(DynamicBucketingSampler):
         restore_counters(self.cuts, self._counters)
         self._counters = counters(self.cuts)
         worker = torch.utils.data.get_worker_info()
-        if worker is not None and self._sizes is not None:
-            self._started.copy_(torch.tensor([1, *self._sizes]))
+        if worker is not None and len(self._counters) == self._num_counters:
+            sizes = self._sizes or [0] * len(self.bins or ())
+            self._started.copy_(torch.tensor([1, self.epoch, *sizes, *self._counters]))
         seed = self._resolve_seed()
         self.rng = random.Random(seed + self.epoch)
         # Ranks whose streams differ choose buckets alike when this generator is seeded alike.
@@ -409,9 +414,20 @@ class EpochSampler(DynamicBucketingSampler):
             )
         state = self.state_dict()
         # Workers take over what was applied since only with their next iter().
-        sizes = self._started.tolist()[1:] if num_workers > 0 and self._started[0] else self._sizes
+        started, epoch, *rest = self._started.tolist()
+        in_workers = num_workers > 0 and bool(started)
+        sizes = rest[: len(self.bins or ())] if in_workers and self._sizes is not None else self._sizes
         here = self._here() if self._loaded is None else self._loaded.with_sizes(sizes)
         here = here.at(num_batches, num_workers)
+        if in_workers:
+            here = replace(here, counters=rest[len(self.bins or ()) :])
+            if epoch != self.epoch:
+                logger.warning(
+                    "the state's epoch is %d, but the workers are in epoch %d: call set_epoch() in the main process, "
+                    "instead of auto_increment_epoch=True",
+                    self.epoch,
+                    epoch,
+                )
         if self.bins is not None and not here.schedule:
             here = replace(here, schedule=[([0], list(sizes or ()))])
         state[STATE_KEY] = here.encode()
@@ -437,7 +453,23 @@ class EpochSampler(DynamicBucketingSampler):
                 "max_buffer_size": self._max_buffer_size,
             },
             counters=self._counters or counters(self.cuts),
+            rules=self._rules(),
         )
+
+    def _rules(self) -> dict[str, str]:
+        """Digests of what decides which cuts belong where, apart from the bins."""
+        selection = self._selection()
+        density = selection.density
+        rules: dict[str, Any] = {
+            "filter()": selection.keep,
+            "measure_length": selection.measure,
+            "tokenizer": selection.tokenizer,
+        }
+        return {
+            **{name: "" if rule is None else callable_digest(rule) for name, rule in rules.items()},
+            "constraint": "" if self.constraint is None else _constraint_digest(self.constraint),
+            "min_tps or max_tps": "" if density is None else repr((density.min_tps, density.max_tps)),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue where the state was taken. As in Lhotse, ``state_dict`` is emptied.
@@ -531,6 +563,12 @@ class EpochSampler(DynamicBucketingSampler):
         while self._drawn < target:
             step = self._advance()
             if step is None:
+                logger.warning(
+                    "the source ended after %d of %d batches that were drawn before: it holds fewer cuts than when the "
+                    "state was saved",
+                    self._drawn,
+                    target,
+                )
                 break
             self._note_kept(self._own_share(step))
         self._just_restored_state = restored
@@ -541,6 +579,27 @@ class EpochSampler(DynamicBucketingSampler):
             reason = f"seed='trng' was drawn by rank {loaded.rank}, and this is rank {process_rank()}"
         if reason is not None and loaded.num_batches > 0:
             logger.warning("resume is not exact: %s; use whole numbers as seeds", reason)
+        counting = None if self.epoch == 0 else counting_unknown(self.cuts)
+        if counting is not None and loaded.num_batches > 0:
+            logger.warning(
+                "resume may not be exact: %s, which isn't part of the state; shuffle by the sampler's epoch, or not "
+                "in the source",
+                counting,
+            )
+        others = loaded.other_rules(self._rules())
+        if others and loaded.num_batches > 0:
+            logger.warning(
+                "resume is not exact: %s differs from when the state was saved, so that cuts may repeat or be missing "
+                "in this epoch",
+                " and ".join(others),
+            )
+
+    def filter(self, predicate: Callable[[Any], bool]) -> Self:
+        """Leave out cuts for which ``predicate`` is false, from the next ``iter()`` on."""
+        if self._is_live() and not self._reported:
+            logger.warning("filter() takes effect with the next iter(), not in the epoch that is being sampled")
+        super().filter(predicate)
+        return self
 
     # Copies
 
@@ -573,6 +632,20 @@ def _load_lhotse_state(load: Callable[[dict[str, Any]], None], state_dict: dict[
         load(state)
     except (KeyError, TypeError, ValueError, AttributeError, AssertionError) as error:
         raise ResumeError(f"the state is damaged ({type(error).__name__}: {error})") from error
+
+
+def _constraint_digest(constraint: Any) -> str:
+    """Of what it was made with, not of the batch that it has seen last."""
+    fresh = constraint.copy()
+    fresh.reset()
+    fields = sorted((name, repr(value)) for name, value in vars(fresh).items() if _is_plain(value))
+    return short_sha([type(fresh).__qualname__, fields])
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _epoch_of(state_dict: Any, default: int) -> int:

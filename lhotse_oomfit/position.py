@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import distributed
@@ -35,6 +35,7 @@ class Position:
     :param bins: a description of the bins, in plain types.
     :param options: further arguments of the sampler that decide which batches come next.
     :param counters: how often the parts of the source had been iterated when the epoch began.
+    :param rules: digests of the user's functions and limits that decide which cuts belong where, by name.
     """
 
     drawn: Mapping[int, int]
@@ -47,6 +48,7 @@ class Position:
     bins: list[Any]
     options: Mapping[str, Any]
     counters: list[int]
+    rules: Mapping[str, str] = field(default_factory=dict)
 
     def encode(self) -> dict[str, Any]:
         """Plain types, which ``torch.save`` and JSON both know."""
@@ -54,6 +56,7 @@ class Position:
         fields["drawn"] = [[worker, num] for worker, num in sorted(self.drawn.items())]
         fields["schedule"] = [[list(starts), list(sizes)] for starts, sizes in self.schedule]
         fields["options"] = dict(self.options)
+        fields["rules"] = dict(self.rules)
         return {"version": _VERSION, **fields}
 
     @classmethod
@@ -80,6 +83,7 @@ class Position:
             for name in ("num_workers", "num_processes", "rank", "worker_seed"):
                 fields[name] = int(fields[name])
             fields["options"] = {name: fields["options"][name] for name in OPTIONS}
+            fields["rules"] = dict(fields.get("rules", {}))
             position = cls(**fields)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ResumeError(f"the state is damaged ({type(error).__name__}: {error})") from error
@@ -132,6 +136,10 @@ class Position:
             raise ResumeError(f"the state was saved on {self.num_processes} ranks, this job has {here.num_processes}")
         if self.bins != here.bins:
             raise ResumeError(f"the state was saved with the bins {self.bins}, this sampler has {here.bins}")
+
+    def other_rules(self, here: Mapping[str, str]) -> list[str]:
+        """The names of the rules that aren't what they were."""
+        return [name for name, digest in self.rules.items() if here.get(name, digest) != digest]
 
     def check_workers(self, num_workers: int) -> None:
         """Refuse another number of workers than the one that sampled.

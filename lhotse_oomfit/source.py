@@ -12,10 +12,19 @@ from typing import Any
 
 from lhotse import CutSet
 
-__all__ = ["counters", "endless", "inexact_because", "restore_counters", "sequential", "undisturbed"]
+__all__ = [
+    "counters",
+    "counting_unknown",
+    "endless",
+    "inexact_because",
+    "restore_counters",
+    "sequential",
+    "undisturbed",
+]
 
 # Attributes in which Lhotse 1.33 counts iterations: lhotse/lazy.py, lhotse/shar/readers/lazy.py, lhotse/cut/set.py.
 _COUNTERS = ("epoch", "num_iters", "num_times_iterated")
+_SEEDS = ("seed", "shard_seed", "shuffle_seed")
 _MOST_NODES = 10_000
 
 
@@ -38,6 +47,30 @@ def _nodes(source: Any) -> Iterator[Any]:
                     pending += [item for item in value if _is_source(item)]
                 elif _is_source(value):
                     pending.append(value)
+
+
+def _all_nodes(source: Any) -> Iterator[Any]:
+    """Like :func:`_nodes`, and whatever else the chain iterates: NeMo's adapters, the user's own classes."""
+    pending, seen = [source], set[int]()
+    while pending and len(seen) < _MOST_NODES:
+        node = pending.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, CutSet):
+            if not isinstance(node.data, (list, tuple, dict)):
+                pending.append(node.data)
+        elif _is_iterable_object(node):
+            yield node
+            for value in vars(node).values():
+                if isinstance(value, (list, tuple)) and len(value) < _MOST_NODES:
+                    pending += [item for item in value if _is_iterable_object(item)]
+                elif _is_iterable_object(value):
+                    pending.append(value)
+
+
+def _is_iterable_object(value: Any) -> bool:
+    return hasattr(type(value), "__iter__") and hasattr(value, "__dict__")
 
 
 def _is_source(value: Any) -> bool:
@@ -82,12 +115,24 @@ def inexact_because(sources: Iterable[Any]) -> str | None:
     for source in sources:
         if isinstance(source, Iterator):
             return f"{type(source).__name__} can be read only once"
-        for node in _nodes(source):
-            seed = vars(node).get("seed")
-            if seed in ("trng", "randomized"):
-                return f"{type(node).__name__} is seeded with {seed!r}"
+        for node in _all_nodes(source):
+            for name in _SEEDS:
+                seed = vars(node).get(name)
+                if isinstance(seed, str) and seed in ("trng", "randomized"):
+                    return f"{type(node).__name__} is seeded with {seed!r}"
             if type(node).__name__ == "LazyShuffler" and vars(node).get("rng") is None:
                 return "the source is shuffled without a generator of its own"
+    return None
+
+
+def counting_unknown(sources: Iterable[Any]) -> str | None:
+    """Which part of the sources counts its iterations although it isn't Lhotse's, so that nobody sets it back."""
+    for source in sources:
+        known = {id(node) for node in _nodes(source)}
+        for node in _all_nodes(source):
+            for name in _COUNTERS:
+                if id(node) not in known and isinstance(vars(node).get(name), int):
+                    return f"{type(node).__name__} seems to count how often it is iterated, in {name!r}"
     return None
 
 

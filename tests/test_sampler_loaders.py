@@ -302,6 +302,53 @@ def test_sizes_applied_while_workers_iterate_are_not_taken_for_those_they_work_w
         assert sorted(drawn) == sorted(CUTS.ids)
 
 
+class Reshuffling:
+    """Stands for Lhotse's stateful lazy sets, which shuffle differently each time."""
+
+    def __init__(self) -> None:
+        self.num_times_iterated = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_times_iterated += 1
+        cuts = list(CUTS)
+        random.Random(self.num_times_iterated).shuffle(cuts)
+        yield from cuts
+
+
+Reshuffling.__module__ = "lhotse.lazy"  # the walk through a source looks at Lhotse's classes only
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_source_that_reshuffles_itself_in_workers_is_put_back_to_where_their_epoch_began(persistent: bool) -> None:
+    def sampler() -> CalibratedBucketingSampler:
+        return CalibratedBucketingSampler(
+            CutSet(Reshuffling()), bucket_batch_size=[4, 2], duration_bins=[10.0, 30.0], buffer_size=50, shuffle=True
+        )
+
+    first = sampler()
+    loader = iterable_style(first, 1, persistent_workers=persistent)
+    list(loader)
+    first.set_epoch(1)
+    iterator = iter(loader)
+    for _ in range(7):
+        next(iterator)
+    state = first.state_dict_at(7, num_workers=1)
+    expected = list(iterator)
+    resumed = sampler()
+    resumed.load_state_dict(state)
+    assert list(iterable_style(resumed, 1, persistent_workers=persistent)) == expected
+
+
+def test_a_state_of_another_epoch_than_the_workers_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = make()
+    dataset = IterableDatasetWrapper(WorkerAndIds(), sampler, auto_increment_epoch=True)
+    loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=1, persistent_workers=True)
+    list(loader)
+    next(iter(loader))
+    sampler.state_dict_at(1, num_workers=1)
+    assert "the state's epoch is 0, but the workers are in epoch 1: call set_epoch() in the main" in caplog.text
+
+
 # Ranks that agree on a seed
 
 

@@ -459,6 +459,100 @@ def test_trng_differs_from_one_epoch_to_the_next() -> None:
     assert ids(sampler) != ids(sampler)
 
 
+class NotLhotses:
+    """Stands for the sources of other packages."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(CUTS)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (NotLhotses(shard_seed="trng"), "resume is not exact: NotLhotses is seeded with 'trng'; use whole numbers"),
+        (NotLhotses(epoch=0), "may not be exact: NotLhotses seems to count how often it is iterated, in 'epoch', whi"),
+    ],
+)
+def test_sources_of_others_that_differ_each_time_are_told_of(
+    source: Any, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = make(CutSet(source))
+    sampler.set_epoch(1)
+    resumed = make(CutSet(source))
+    resumed.load_state_dict(take(sampler, 5).state_dict())
+    with caplog.at_level(logging.WARNING):
+        list(resumed)
+    assert message in caplog.text
+
+
+def _half(cut: Any) -> float:
+    return float(cut.duration) / 2
+
+
+def _whole(cut: Any) -> float:
+    return float(cut.duration)
+
+
+LIMITS: dict[str, Any] = {"bucket_batch_size": None, "duration_bins": None, "num_buckets": 3}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "name"),
+    [
+        ({"measure_length": _whole}, {"measure_length": _half}, "measure_length"),
+        ({}, {"measure_length": _whole}, "measure_length"),
+        (LIMITS | {"max_cuts": 8, "max_tps": 4.0}, LIMITS | {"max_cuts": 8, "max_tps": 3.5}, "min_tps or max_tps"),
+        (
+            LIMITS | {"constraint": TimeConstraint(max_duration=60.0)},
+            LIMITS | {"constraint": TimeConstraint(max_duration=90.0)},
+            "constraint",
+        ),
+    ],
+)
+def test_rules_that_changed_since_the_state_was_saved_are_told_of(
+    saved: dict[str, Any], loaded: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for options, expected in ((loaded, [name]), (saved, [])):
+        caplog.clear()
+        resumed = make(**options)
+        resumed.load_state_dict(take(make(**saved), 5).state_dict())
+        with caplog.at_level(logging.WARNING):
+            next(iter(resumed))
+        told = [text for text in caplog.messages if "differs from when the state was saved" in text]
+        assert told == [
+            f"resume is not exact: {each} differs from when the state was saved, so that cuts may repeat or be missing "
+            f"in this epoch"
+            for each in expected
+        ]
+
+
+def test_another_filter_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    resumed = make()
+    resumed.load_state_dict(take(make().filter(_is_short), 5).state_dict())
+    with caplog.at_level(logging.WARNING):
+        list(resumed)
+    assert "resume is not exact: filter() differs from when the state was saved" in caplog.text
+
+
+def test_a_filter_in_the_middle_of_an_epoch_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = take(make(), 5)
+    with caplog.at_level(logging.WARNING):
+        sampler.filter(_is_short)
+    assert caplog.messages == ["filter() takes effect with the next iter(), not in the epoch that is being sampled"]
+    assert all(cut.duration < 12.0 for batch in sampler for cut in batch)
+
+
+def test_a_source_that_ends_before_the_position_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    resumed = make(CUTS.subset(first=200))
+    resumed.load_state_dict(take(make(), 60).state_dict())
+    with caplog.at_level(logging.WARNING):
+        list(resumed)
+    assert "of 60 batches that were drawn before: it holds fewer cuts than when the state was saved" in caplog.text
+
+
 # What can't be continued
 
 
