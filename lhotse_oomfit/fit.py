@@ -345,7 +345,7 @@ class _Job:
         labels = [shape_label(shape) for shape in worst_case.shapes]
         num_soak_steps = options.num_soak_steps
         if num_soak_steps is None:
-            num_soak_steps = 2 * len(labels)
+            num_soak_steps = 8 * len(labels)
         with self._trials(worst_case) as runner, show_progress(labels, options.progress) as on_trial:
             measurement = measure_sizes(
                 worst_case.shapes,

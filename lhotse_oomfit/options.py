@@ -27,7 +27,8 @@ class CalibrationOptions:
         the budget, which takes two steps.
     :param max_batch_size: no bucket gets a larger size.
     :param num_sample_cuts: how many cuts are read ahead to choose a template and to see how many tokens occur.
-    :param num_soak_steps: steps of the closing soak on a CUDA card; None for two per bucket.
+    :param num_soak_steps: the most steps of the closing soak on a CUDA card, which ends when a pass over all buckets
+        was clean; None for eight per bucket, 0 for no soak.
     :param heartbeat_timeout: seconds of silence after which another rank counts as dead.
     :param calibration_timeout: seconds that ranks wait for the measuring one in all.
     :param progress: whether to show a progress bar; None to show one at a terminal.
