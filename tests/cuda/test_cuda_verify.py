@@ -48,14 +48,3 @@ def test_what_was_just_measured_holds_and_twice_as_much_does_not(tmp_path, caplo
     with caplog.at_level(logging.INFO):
         assert use_training(parts(), calibrate_training, options(tmp_path, verify_on_load=True)) == profile
     assert ": 2 trial steps" in caplog.text
-
-
-def test_ddp_leaves_less_room_by_a_copy_of_the_gradients(tmp_path):
-    tight = options(
-        tmp_path, memory_limit="3GiB", world_size=8, num_soak_steps=0
-    )  # the gradients are 5% of what is left for a batch
-    alone = use_training(parts(2048), calibrate_training, tight)
-    ddp = use_training(parts(2048), calibrate_training, tight, ddp=True)
-    assert sum(ddp.bucket_batch_size) < sum(alone.bucket_batch_size)
-    assert ddp.fingerprint.fields["strategy"] == "DistributedDataParallel"
-    assert ddp.fingerprint.fields["ranks"] == "several"
