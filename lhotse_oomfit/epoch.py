@@ -50,7 +50,16 @@ _BUCKET_SEED = 1234
 _OPTIONS = {name: f"_{name}" if name == "max_buffer_size" else name for name in OPTIONS}  # by name, the attribute
 _FROM_STATE = (
     *_OPTIONS.values(),
-    *("buffer_size", "shuffle", "drop_last", "consistent_ids", "max_duration", "max_cuts", "quadratic_duration"),
+    *(
+        "duration_bins",
+        "buffer_size",
+        "shuffle",
+        "drop_last",
+        "consistent_ids",
+        "max_duration",
+        "max_cuts",
+        "quadratic_duration",
+    ),
 )
 
 
@@ -70,6 +79,9 @@ class EpochSampler(DynamicBucketingSampler):
     bins: Bins | None
     num_buckets: int
     _sizes: list[int] | None = None
+    is_auto: bool
+    duration_bins: list[Any]
+    _bins_are_estimated: bool
     _max_buffer_size: int | None
     _on_resume: str
 
@@ -486,6 +498,10 @@ class EpochSampler(DynamicBucketingSampler):
         kept = self.__dict__ | {"_diagnostics": deepcopy(self.diagnostics)}
         try:
             loaded = Position.parse(state_dict)
+            if (
+                self._bins_are_estimated and not self.is_auto
+            ):  # measured sizes belong to the bins they were measured for
+                self._take_bins(loaded.bins)
             loaded.check(self._here())
             for name in ("world_size", "seed"):
                 if state_dict.get(name) != getattr(self, name):
@@ -516,6 +532,21 @@ class EpochSampler(DynamicBucketingSampler):
         self._worker_seed = loaded.worker_seed or self._worker_seed
         self._counters = list(loaded.counters)
         self._tell_workers()
+
+    def _take_bins(self, described: list[Any]) -> None:
+        """Work with the bins of a state, if they could have been estimated here from other cuts."""
+        own = self.bins
+        try:
+            if own is None:
+                if len(described) == len(self.duration_bins):
+                    self.duration_bins = Bins.from_edges(described).as_lists() if described else []
+                return
+            edges, strict_2d, min_tps, max_tps = described
+            taken = Bins.from_edges(edges, strict_2d=strict_2d, min_tps=min_tps or None, max_tps=max_tps or None)
+        except (TypeError, ValueError):
+            return  # they are refused
+        if len(taken) == len(own) and replace(taken, edges=own.edges) == own:
+            self.bins, self.duration_bins = taken, taken.as_lists()
 
     def _fast_forward(self) -> None:
         """Lhotse calls this at the end of ``load_state_dict``; here, replay waits for ``iter()`` or ``next()``."""

@@ -155,6 +155,7 @@ class CalibratedBucketingSampler(EpochSampler):
         self._max_buffer_size = max_buffer_size
         self._profile: Profile | None = None
         self._density: Bins | None = None
+        self._bins_are_estimated = duration_bins is None and not isinstance(bucket_batch_size, Profile)
         self.bins: Bins | None = None
         with undisturbed(cuts):
             sample = first_cuts(cuts[0], num_cuts_for_bins_estimate)

@@ -553,6 +553,24 @@ def test_a_source_that_ends_before_the_position_is_told_of(caplog: pytest.LogCap
     assert "of 60 batches that were drawn before: it holds fewer cuts than when the state was saved" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "options", [{"bucket_batch_size": [8, 4, 2]}, {"bucket_batch_size": None, "max_duration": 60.0}]
+)
+def test_bins_that_were_estimated_are_those_of_the_state(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = options | {"duration_bins": None, "num_buckets": 3}
+    sampler = make(**options)
+    whole = ids(sampler)
+    resumed = make(**options, num_cuts_for_bins_estimate=100)
+    assert resumed.duration_bins != sampler.duration_bins
+    with caplog.at_level(logging.WARNING):
+        resumed.load_state_dict(take(sampler, 5).state_dict())
+    assert resumed.duration_bins == sampler.duration_bins
+    assert ids(resumed) == whole[5:]
+    assert "duration_bins becomes [" in caplog.text
+
+
 # What can't be continued
 
 
