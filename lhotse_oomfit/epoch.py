@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 _START_SHARE = 10  # a concurrent buffer hands out batches when a tenth of it is filled
 _GROWTH = 5  # by default a buffer may grow to this many times buffer_size
 _BUCKET_SEED = 1234
+_ANEW = 2
 _OPTIONS = {name: f"_{name}" if name == "max_buffer_size" else name for name in OPTIONS}  # by name, the attribute
 _FROM_STATE = (
     *_OPTIONS.values(),
@@ -102,6 +103,8 @@ class EpochSampler(DynamicBucketingSampler):
         # After them, how often they had iterated the parts of the source before.
         self._num_counters = len(counters(self.cuts))
         self._started = torch.zeros(2 + len(self.bins or ()) + self._num_counters, dtype=torch.int64).share_memory_()
+        self._is_anew = False  # in a worker, the epoch was started anew instead of continued
+        self._num_lost = 0  # batches of a loaded state that workers didn't continue
         self._over = False  # the epoch that was being iterated has ended, and iter() wasn't called since
         self._reported = False  # what was skipped in this epoch
 
@@ -170,6 +173,7 @@ class EpochSampler(DynamicBucketingSampler):
             self._close()
             self._forget()
             self._started.zero_()
+            self._num_lost = 0
         super().set_epoch(epoch)
         self._tell_workers()
 
@@ -232,7 +236,8 @@ class EpochSampler(DynamicBucketingSampler):
         worker = torch.utils.data.get_worker_info()
         if worker is not None and len(self._counters) == self._num_counters:
             sizes = self._sizes or [0] * len(self.bins or ())
-            self._started.copy_(torch.tensor([1, self.epoch, *sizes, *self._counters]))
+            how = _ANEW if self._is_anew else 1
+            self._started.copy_(torch.tensor([how, self.epoch, *sizes, *self._counters]))
         seed = self._resolve_seed()
         self.rng = random.Random(seed + self.epoch)
         # Ranks whose streams differ choose buckets alike when this generator is seeded alike.
@@ -403,7 +408,8 @@ class EpochSampler(DynamicBucketingSampler):
         A loader with workers is ahead of training: the batches that it prefetched would be lost in a resumed run
         if the state were that of :meth:`state_dict`. Call this in the main process, on the sampler that the loader
         was made with, and give the result to :meth:`load_state_dict` of a new sampler before its loader is iterated.
-        After a resume, go on counting from :attr:`num_batches_drawn`, as it is right after :meth:`load_state_dict`.
+        After a resume, go on counting from :attr:`num_batches_drawn`, as it is right after :meth:`load_state_dict`
+        (also where workers then refuse the state and, with ``on_resume="new_epoch"``, start the epoch anew).
 
         Map-style (the loader iterates the sampler in the main process): leave ``num_workers`` at 0, whatever the
         loader has. Iterable-style (each worker iterates a copy of the sampler): pass the loader's ``num_workers``;
@@ -428,6 +434,11 @@ class EpochSampler(DynamicBucketingSampler):
         # Workers take over what was applied since only with their next iter().
         started, epoch, *rest = self._started.tolist()
         in_workers = num_workers > 0 and bool(started)
+        if in_workers and started == _ANEW and self._loaded is not None:
+            self._num_lost = self._loaded.num_batches
+            self._forget()
+            state = self.state_dict()
+        num_batches = max(0, num_batches - self._num_lost)
         sizes = rest[: len(self.bins or ())] if in_workers and self._sizes is not None else self._sizes
         here = self._here() if self._loaded is None else self._loaded.with_sizes(sizes)
         here = here.at(num_batches, num_workers)
@@ -525,6 +536,7 @@ class EpochSampler(DynamicBucketingSampler):
         self._loaded = loaded
         self._continued = torch.zeros(max(1, loaded.num_workers), dtype=torch.uint8).share_memory_()
         self._started.zero_()
+        self._num_lost = 0
         self._over = False
         self._drawn = 0
         self._schedule = []
@@ -584,7 +596,7 @@ class EpochSampler(DynamicBucketingSampler):
                 self._warn_if_inexact(self._loaded)
             except ResumeError as problem:
                 self._refuse(problem, self.epoch)
-                target, restored = 0, False
+                target, restored, self._is_anew = 0, False, True
         if target:
             again = ", which reads its archives from their start" if sequential(self.cuts) else ""
             logger.info("drawing %d batches of epoch %d again%s", target, self.epoch, again)

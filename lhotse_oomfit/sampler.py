@@ -81,7 +81,7 @@ class CalibratedBucketingSampler(EpochSampler):
     :param max_buffer_size: how far the buffer may grow where the batch sizes need it; five times ``buffer_size`` by
         default.
     :param on_resume: what :meth:`load_state_dict` does with a state that can't be continued here (another number of
-        ranks, workers, other bins): ``"error"``, or ``"new_epoch"``, which starts the next epoch.
+        ranks, workers, other bins): ``"error"``, or ``"new_epoch"``, which starts the epoch anew.
     :raises InvalidArgumentError: for arguments that contradict each other or have wrong values.
     :raises InvalidBinsError: for bins that don't describe buckets.
     :raises ProfileMismatchError: for a profile that was measured for other bins.

@@ -302,6 +302,17 @@ def test_sizes_applied_while_workers_iterate_are_not_taken_for_those_they_work_w
         assert sorted(drawn) == sorted(CUTS.ids)
 
 
+def test_a_state_saved_after_workers_started_the_epoch_anew_counts_from_there() -> None:
+    sampler = make(on_resume="new_epoch")
+    sampler.load_state_dict(make().state_dict_at(4, num_workers=2))
+    whole = list(iterable_style(make(), 1))
+    consumed = [batch for batch, _ in zip(iterable_style(sampler, 1), range(6), strict=False)]
+    for num in (5, 6):
+        resumed = make()
+        resumed.load_state_dict(sampler.state_dict_at(4 + num, num_workers=1))
+        assert consumed[:num] + list(iterable_style(resumed, 1)) == whole
+
+
 class Reshuffling:
     """Stands for Lhotse's stateful lazy sets, which shuffle differently each time."""
 
