@@ -225,7 +225,8 @@ class EpochSampler(DynamicBucketingSampler):
                 "bucket_batch_size='auto' must be calibrated before the sampler is iterated: call "
                 "lhotse_oomfit.calibrate(sampler, dataset, ...) first, add "
                 "lhotse_oomfit.lightning.BucketBatchSizeFinder() to the Trainer's callbacks, or pass bucket_batch_size "
-                "as a list of sizes or a profile"
+                "as a list of sizes or a profile. A sampler for validation isn't calibrated: give it a list of sizes, "
+                "or the training sampler's profile"
             )
         self._close()
         self.diagnostics.reset_current_epoch()

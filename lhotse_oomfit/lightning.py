@@ -196,7 +196,11 @@ class BucketBatchSizeFinder(pl.Callback):
         num_finished = self._num_resumed
         if self._num_processed_before is not None:
             num_finished += progress.current.processed - self._num_processed_before
-        return {"sampler": self._sampler.state_dict_at(num_finished, num_workers=self._num_workers)}
+        try:
+            return {"sampler": self._sampler.state_dict_at(num_finished, num_workers=self._num_workers)}
+        except InvalidArgumentError as error:  # its epoch was changed in the middle, say; no reason to end a training
+            logger.warning("the sampler's position isn't part of this checkpoint: %s", error)
+            return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the position until the sampler is there."""
@@ -245,8 +249,10 @@ class BucketBatchSizeFinder(pl.Callback):
         self._set_epoch = getattr(dataloader.dataset, "set_epoch", None) if is_iterable else None
         self._holds_position = not hasattr(dataloader, "load_state_dict")
         # Lightning creates the first iterator before it tells the sampler which epoch it resumes in.
-        # At the end of an epoch, it counts that epoch only later.
-        epoch = max(trainer.fit_loop.epoch_progress.current.processed, self._next_epoch)
+        # Where it resumes at the end of an epoch, it counts that epoch only later; older versions never do.
+        epoch = trainer.fit_loop.epoch_progress.current.processed
+        if hasattr(trainer.fit_loop, "restarted_on_epoch_end"):
+            epoch = max(epoch, self._next_epoch)
         self._next_epoch = 0
         (self._set_epoch or sampler.set_epoch)(epoch)
         loaded, self._loaded = self._loaded, None

@@ -312,6 +312,10 @@ def test_a_checkpoint_from_between_epochs_starts_the_next_epoch(tmp_path):
     assert sum(map(len, second_epoch)) == 60
 
 
+@pytest.mark.skipif(
+    not hasattr(pl.loops.fit_loop._FitLoop, "restarted_on_epoch_end"),
+    reason="this Lightning trains an epoch again that a checkpoint of its last batch had ended",
+)
 @pytest.mark.parametrize("style", ["map", "iterable"])
 def test_a_checkpoint_of_an_epochs_last_batch_goes_on_with_the_next_epoch(tmp_path, style):
     def one(*callbacks, checkpoint=None):
