@@ -6,7 +6,7 @@ and shuffle differently each time; some seed themselves from the system; some re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,8 +28,12 @@ _SEEDS = ("seed", "shard_seed", "shuffle_seed")
 _MOST_NODES = 10_000
 
 
-def _nodes(source: Any) -> Iterator[Any]:
-    """Every object of the chain behind a lazy set, in a fixed order."""
+def _nodes(source: Any, admits: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """Every object of the chain behind a lazy set, in a fixed order.
+
+    :param admits: which objects belong to the chain; Lhotse's own by default.
+    """
+    admits = admits or _is_source
     pending, seen = [source], set[int]()
     while pending and len(seen) < _MOST_NODES:
         node = pending.pop()
@@ -40,33 +44,18 @@ def _nodes(source: Any) -> Iterator[Any]:
             # An eager set is a list of cuts, and cuts aren't sources.
             if not isinstance(node.data, (list, tuple, dict)):
                 pending.append(node.data)
-        elif type(node).__module__.startswith("lhotse.") and hasattr(node, "__dict__"):
+        elif admits(node):
             yield node
             for value in vars(node).values():
                 if isinstance(value, (list, tuple)) and len(value) < _MOST_NODES:
-                    pending += [item for item in value if _is_source(item)]
-                elif _is_source(value):
+                    pending += [item for item in value if admits(item)]
+                elif admits(value):
                     pending.append(value)
 
 
 def _all_nodes(source: Any) -> Iterator[Any]:
     """Like :func:`_nodes`, and whatever else the chain iterates: NeMo's adapters, the user's own classes."""
-    pending, seen = [source], set[int]()
-    while pending and len(seen) < _MOST_NODES:
-        node = pending.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, CutSet):
-            if not isinstance(node.data, (list, tuple, dict)):
-                pending.append(node.data)
-        elif _is_iterable_object(node):
-            yield node
-            for value in vars(node).values():
-                if isinstance(value, (list, tuple)) and len(value) < _MOST_NODES:
-                    pending += [item for item in value if _is_iterable_object(item)]
-                elif _is_iterable_object(value):
-                    pending.append(value)
+    return _nodes(source, _is_iterable_object)
 
 
 def _is_iterable_object(value: Any) -> bool:
