@@ -109,6 +109,12 @@ class EpochSampler(DynamicBucketingSampler):
         self._reported = False  # what was skipped in this epoch
 
     @property
+    def max_buffer_size(self) -> int:
+        """How far the buffer may grow, in examples."""
+        size: int = self.buffer_size
+        return max(self._max_buffer_size or size * _GROWTH, size)
+
+    @property
     def needs_calibration(self) -> bool:
         """Whether sizes are to be measured (``"auto"``) and none have been applied yet."""
         return self.bins is not None and self._sizes is None
@@ -254,7 +260,7 @@ class EpochSampler(DynamicBucketingSampler):
             reader,
             self._make_buckets(self.rng if self.shuffle else None),
             capacity=self.buffer_size,
-            max_capacity=max(self._max_buffer_size or self.buffer_size * _GROWTH, self.buffer_size),
+            max_capacity=self.max_buffer_size,
             start=start,
             world_size=self.world_size,
             same_bucket=self.sync_buckets,

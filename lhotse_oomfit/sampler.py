@@ -27,7 +27,7 @@ from lhotse_oomfit.arguments import (
     whole_number,
 )
 from lhotse_oomfit.bins import Bins, Rejection, checked_length, output_length
-from lhotse_oomfit.epoch import _GROWTH, EpochSampler
+from lhotse_oomfit.epoch import EpochSampler
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError
 from lhotse_oomfit.position import process_rank
 from lhotse_oomfit.profile import Profile
@@ -219,12 +219,6 @@ class CalibratedBucketingSampler(EpochSampler):
             raise InvalidArgumentError("tokenizer must come with bucket_batch_size, min_tps or max_tps")
 
     # Sizes
-
-    @property
-    def max_buffer_size(self) -> int:
-        """How far the buffer may grow, in examples."""
-        size: int = self.buffer_size
-        return max(self._max_buffer_size or size * _GROWTH, size)
 
     @property
     def profile(self) -> Profile | None:
