@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal, Protocol
 
@@ -57,6 +57,7 @@ _OOM = re.compile(
     r"|CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED"
     r"|CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"
     r"|(?:CU|HIP)FFT_ALLOC_FAILED"
+    r"|Triton Error \[(?:CUDA|HIP)\]: out of memory"  # a compiled kernel that finds no room to be loaded
     r"|CUDA_ERROR_OUT_OF_MEMORY|UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY"
 )
 
@@ -144,7 +145,8 @@ class Trial:
     """What became of one training step with ``size`` examples of ``bucket``.
 
     ``status`` is ``"fits"``; ``"oom"``; or ``"ceiling"`` when another limit than the device's memory was met (a
-    kernel's index range, the host's memory), which ``error`` then tells.
+    kernel's index range, the host's memory), which ``error`` then tells. ``usage`` is that of the whole trial, but its
+    seconds are those of the step alone: in training, others build the batches meanwhile.
     """
 
     bucket: int
@@ -179,7 +181,8 @@ class TrialRunner:
 
         With ``release=False`` a step that fits leaves the allocator's cache as it is, as training does.
         An error that isn't about memory is raised as it is, with a note that names the bucket and the size
-        (Python 3.11 and later). On return no gradient is left, unless they are to be kept, and memory is free.
+        (logged before Python 3.11, which has no notes). On return no gradient is left, unless they are to be kept, no
+        garbage that the step made, and memory is free.
         """
         with _older_objects_set_aside() as put_back:
             trial = self._attempt(bucket, size, with_optimizer)
@@ -192,6 +195,8 @@ class TrialRunner:
                 release = True
             if release:
                 self._memory.release()
+            else:
+                gc.collect()  # nothing looks for it later: from here on, it is among the older objects
         if trial.status == "fits":
             self._smallest_fit[bucket] = min(size, self._smallest_fit.get(bucket, size))
         logger.debug(
@@ -209,9 +214,10 @@ class TrialRunner:
         usage: Callable[[], Usage] | None = None
         status: Literal["fits", "oom", "ceiling"] = "fits"
         error: str | None = None
+        build_s = 0.0
         try:
             with self._memory.measure() as usage:
-                self._run_step(bucket, size, with_optimizer)
+                build_s = self._run_step(bucket, size, with_optimizer, usage)
         except Exception as exc:
             verdict = judge(exc, outside=outside)
             if size == 1 and _SINGLE.search(str(exc)):
@@ -235,16 +241,21 @@ class TrialRunner:
                 logger.warning("bucket %s, size %s: the host, not the device, ran out of memory: %s", bucket, size, exc)
             _clear_frames(exc, outside)
         measured = usage()
+        measured = replace(measured, seconds=measured.seconds - build_s)
         if status == "fits" and measured.num_ooms:
             plural = "s" if measured.num_ooms > 1 else ""
             status = "oom"
             error = f"{measured.num_ooms} failed allocation{plural}, which the training step caught itself"
         return Trial(bucket=bucket, size=size, status=status, usage=measured, error=error)
 
-    def _run_step(self, bucket: int, size: int, with_optimizer: bool) -> None:
-        self._step.forward_backward(self._make_batch(bucket, size))
+    def _run_step(self, bucket: int, size: int, with_optimizer: bool, usage: Callable[[], Usage]) -> float:
+        """Returns how many seconds went by until the batch was there."""
+        batch = self._make_batch(bucket, size)
+        build_s = usage().seconds
+        self._step.forward_backward(batch)
         if with_optimizer:
             self._step.optimizer_step()
+        return build_s
 
     def _has_evidence(self, bucket: int, size: int, usage: Callable[[], Usage] | None) -> bool:
         """A smaller batch passed, allocations failed or only passed at a second attempt, or nine tenths were in use."""
@@ -293,6 +304,8 @@ def _first_line(exc: BaseException) -> str:
 def _add_note(exc: BaseException, note: str) -> None:
     if sys.version_info >= (3, 11):
         exc.add_note(note)
+    else:
+        logger.error("%s: %s", note, _first_line(exc))
 
 
 def _clear_frames(exc: BaseException, outside: BaseException | None) -> None:

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +38,7 @@ OOM_MESSAGES = {
     "cudnn_9": "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     "cufft": "cuFFT error: CUFFT_ALLOC_FAILED",
     "cusolver": "cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`",
+    "triton": "Triton Error [CUDA]: out of memory",
     "numba": "[2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY",
 }
 EVIDENCE_MESSAGES = {
@@ -154,6 +157,10 @@ def test_what_breaks_the_process_decides_wherever_it_stands(name: str) -> None:
 def test_the_members_of_a_group_are_read() -> None:
     group = ExceptionGroup("both", [ValueError("x"), torch.OutOfMemoryError("y")])  # noqa: F821
     assert judge(group) is Verdict.OOM
+    nested = ExceptionGroup("outer", [ExceptionGroup("inner", [group])])  # noqa: F821
+    assert judge(chained(ValueError("the step failed"), nested, cause=True)) is Verdict.OOM
+    broken = ExceptionGroup("both", [torch.OutOfMemoryError("y"), RuntimeError(OTHER_MESSAGES["assert"])])  # noqa: F821
+    assert judge(broken) is Verdict.NOT_MEMORY
 
 
 def test_circular_contexts_end() -> None:
@@ -194,7 +201,7 @@ class CallableStep:
 
 
 class FakeCard:
-    """A device that reports what it is told to."""
+    """A device that reports what it is told to; ``seconds`` go by until each reading."""
 
     name = "cuda"
     device = torch.device("cuda", 0)
@@ -211,7 +218,8 @@ class FakeCard:
 
     @contextmanager
     def measure(self) -> Iterator[Callable[[], Usage]]:
-        yield lambda: self.usage
+        readings = itertools.count(1)
+        yield lambda: replace(self.usage, seconds=next(readings) * self.usage.seconds)
 
     def release(self) -> None:
         self.num_released += 1
@@ -465,6 +473,47 @@ def test_cycles_that_a_step_leaves_behind_are_collected() -> None:
     finally:
         gc.enable()
     assert gc.get_freeze_count() < 10_000
+
+
+def test_cycles_are_collected_after_each_step_although_the_cache_stays() -> None:
+    class Node:
+        pass
+
+    alive = weakref.WeakSet[Node]()
+
+    def forward_backward(batch: Any) -> None:
+        node = Node()
+        node.itself = node  # type: ignore[attr-defined]
+        alive.add(node)
+
+    card = FakeCard()
+    runner = runner_for(forward_backward, card)
+    for _ in range(5):
+        runner.run(0, 1, release=False)
+        assert len(alive) == 0
+    assert card.num_released == 0
+
+
+def test_seconds_are_those_of_the_step_without_building_the_batch() -> None:
+    clock = [0.0]
+
+    class Clock(FakeCard):
+        @contextmanager
+        def measure(self) -> Iterator[Callable[[], Usage]]:
+            yield lambda: replace(self.usage, seconds=clock[0])
+
+    def make_batch(bucket: int, size: int) -> int:
+        clock[0] += 8.0
+        return size
+
+    def forward_backward(size: int) -> None:
+        clock[0] += 2.0
+        if size > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    runner = runner_for(forward_backward, Clock(), make_batch=make_batch)
+    assert runner.run(0, 1).usage.seconds == 2.0
+    assert runner.run(0, 2).status == "oom"
 
 
 def test_objects_that_the_user_froze_stay_frozen() -> None:
