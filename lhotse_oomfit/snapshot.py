@@ -37,7 +37,7 @@ from lhotse_oomfit.keepers import (
     keep_values,
 )
 
-__all__ = ["Snapshot", "leave_no_trace"]
+__all__ = ["Snapshot", "leave_no_trace", "unwrapped_optimizers"]
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Snapshot:
         # Only an optimizer changes parameters that need gradients; others a forward pass may change (an EMA teacher).
         tensors: list[torch.Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for optimizer in optimizers:
-            for inner in _unwrapped(optimizer):
+            for inner in unwrapped_optimizers(optimizer):
                 state = inner.__dict__.get("state") if isinstance(inner, Optimizer) else None
                 for entry in (state or {}).values():
                     tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
@@ -288,7 +288,7 @@ class _GlobalState:
             cudnn.enabled, cudnn.benchmark, cudnn.deterministic = self._cudnn
 
 
-def _unwrapped(optimizer: Any) -> Iterator[Any]:
+def unwrapped_optimizers(optimizer: Any) -> Iterator[Any]:
     """The optimizer and those it wraps, outermost first."""
     seen: set[int] = set()
     while optimizer is not None and id(optimizer) not in seen:

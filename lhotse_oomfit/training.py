@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from lhotse import CutSet
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lhotse_oomfit.errors import InvalidArgumentError, UnsupportedStrategyError
+from lhotse_oomfit.memory import live_tensors
+from lhotse_oomfit.snapshot import unwrapped_optimizers
 from lhotse_oomfit.trial import TrainingStep
 
 __all__ = [
     "LossStep",
     "MakeBatch",
     "Training",
+    "check_gradients",
     "check_loss",
     "gradient_bytes",
+    "hold_gradients",
     "loop_training",
+    "must_wake",
     "parts_of",
     "refuse_own_groups",
     "resident_tensors",
     "unwrap_dataset",
     "unwrap_model",
+    "without_steps",
 ]
 
 MakeBatch = Callable[..., Any]
@@ -40,6 +48,7 @@ class Training:
     :param collate: turns a CutSet into the batch that `step` takes.
     :param dataset: described in the fingerprint; its own state is kept.
     :param optimizers, schedulers, scalers, extras: whose state the trials must leave as it is.
+    :param holders: what else keeps tensors through a step and isn't touched by one, such as a trainer's callbacks.
     :param make_batch: makes worst-case batches instead of `collate`.
     :param accumulate_grad_batches: above 1, gradients are alive while a forward pass runs.
     :param forward_gradients: whether `step` runs its forward pass with the last step's gradients still alive.
@@ -55,6 +64,7 @@ class Training:
     schedulers: Sequence[Any] = ()
     scalers: Sequence[Any] = ()
     extras: Sequence[Any] = ()
+    holders: Sequence[Any] = ()
     make_batch: MakeBatch | None = None
     accumulate_grad_batches: int = 1
     forward_gradients: bool = False
@@ -74,13 +84,16 @@ class Training:
 
 
 class LossStep:
-    """A step of a plain PyTorch loop: the user's forward pass, backward, every optimizer's step."""
+    """A step of a plain PyTorch loop: the user's forward pass, backward, every optimizer's step.
+
+    A `training_step` that returns None ran its backward passes itself, several as a rule.
+    """
 
     def __init__(
         self,
         module: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
-        training_step: Callable[[Any, Any], torch.Tensor],
+        training_step: Callable[[Any, Any], torch.Tensor | None],
         scaler: Any,
         accumulate_grad_batches: int,
     ) -> None:
@@ -89,9 +102,20 @@ class LossStep:
         self._training_step = training_step
         self._scaler = scaler
         self._accumulate_grad_batches = accumulate_grad_batches
+        self._runs_backward = False
 
     def forward_backward(self, batch: Any) -> None:
-        loss = self._training_step(self._module, batch)
+        if self._runs_backward:
+            hold_gradients(self._module)
+        with without_steps(self._module, "training_step"):
+            loss = self._training_step(self._module, batch)
+        if loss is None:
+            if not self._runs_backward:
+                check_gradients(self._module, "training_step")
+                # Only now is it known that one model's gradients are alive in the other's passes.
+                self._runs_backward = True
+                self.forward_backward(batch)
+            return
         check_loss(loss, "training_step")
         if self._accumulate_grad_batches > 1:
             loss = loss / self._accumulate_grad_batches
@@ -115,7 +139,7 @@ def loop_training(
     *,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    training_step: Callable[[Any, Any], torch.Tensor],
+    training_step: Callable[[Any, Any], torch.Tensor | None],
     make_batch: MakeBatch | None = None,
     accumulate_grad_batches: int = 1,
     scheduler: Any = None,
@@ -145,7 +169,9 @@ def loop_training(
             or any(not hasattr(v, "__dict__") for v in values)
         ):
             raise InvalidArgumentError(f"{name} must hold objects with a state, it is {values!r}")
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    if not optimizers or any(not hasattr(each, name) for each in optimizers for name in ("step", "param_groups")):
+        raise InvalidArgumentError(f"optimizer must be an optimizer, or several in a list, it is {optimizer!r:.200}")
     if not isinstance(accumulate_grad_batches, int) or accumulate_grad_batches < 1:
         raise InvalidArgumentError(
             f"accumulate_grad_batches must be a whole number of at least 1, it is {accumulate_grad_batches!r}"
@@ -226,20 +252,71 @@ def check_loss(loss: Any, name: str) -> None:
         raise InvalidArgumentError(f"{name} must return the loss, a scalar tensor with a gradient, it returned {what}")
 
 
+def check_gradients(module: torch.nn.Module, name: str) -> None:
+    """Refuse a step that returned None without having run a backward pass.
+
+    :raises InvalidArgumentError: if no parameter has a gradient, or zeros only.
+    """
+    if not any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in module.parameters()):
+        raise InvalidArgumentError(
+            f"{name} must return the loss, or None after running backward itself; it returned None and no parameter "
+            f"has a gradient"
+        )
+
+
+def hold_gradients(module: torch.nn.Module) -> None:
+    """Let every gradient exist, of zeros where there is none, as after a step of training."""
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+@contextmanager
+def without_steps(module: torch.nn.Module, name: str) -> Iterator[None]:
+    """Make any optimizer's step an error while the user's `name` runs, since parameters must not change in a trial.
+
+    What was frozen inside for one of several optimizers trains again afterwards, out of memory or not.
+
+    :raises InvalidArgumentError: at such a step.
+    """
+
+    def refuse(optimizer: torch.optim.Optimizer, *args: Any) -> None:
+        raise InvalidArgumentError(
+            f"{name} must leave optimizer.step() out, so that trial steps don't change the parameters; it called "
+            f"{type(optimizer).__name__}.step(). Leave out gradient scaling's step and update too, and keep the rest: "
+            f"zero_grad, forward and backward passes"
+        )
+
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+        for parameter in trained:
+            parameter.requires_grad_(True)
+
+
+def must_wake(optimizers: Sequence[Any]) -> bool:
+    """Whether a first step will make some optimizer allocate: state that isn't there yet, or, since nobody can tell,
+    a copy of the parameters that an optimizer around another one makes."""
+    return any(
+        len(list(unwrapped_optimizers(optimizer))) > 1
+        or any(
+            p.requires_grad and p not in optimizer.state for group in optimizer.param_groups for p in group["params"]
+        )
+        for optimizer in optimizers
+    )
+
+
 def resident_tensors(training: Training) -> Iterator[torch.Tensor]:
-    """What lives through a step, for memory backends that can't ask an allocator."""
-    for parameter in training.module.parameters():
-        yield parameter
-        if parameter.grad is not None:
-            yield parameter.grad
-    yield from training.module.buffers()
-    for optimizer in training.optimizers:
-        for state in optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-    for extra in training.extras:
-        if isinstance(extra, torch.nn.Module):
-            yield from extra.parameters()
-            yield from extra.buffers()
+    """What lives through a step, for memory backends that can't ask an allocator: parameters, gradients, buffers,
+    optimizer state, and what optimizers, extras and holders keep in plain attributes (an EMA of the parameters); each once."""
+    layers = [layer for optimizer in training.optimizers for layer in unwrapped_optimizers(optimizer)]
+    kept: list[Any] = []
+    for item in (*layers, *training.extras, *training.holders):
+        kept += [item] if isinstance(item, torch.nn.Module) else getattr(item, "__dict__", {}).values()
+    yield from {id(tensor): tensor for tensor in live_tensors(training.module, extras=kept)}.values()
 
 
 def parts_of(dataset: Any, depth: int = 4) -> list[Any]:

@@ -578,7 +578,7 @@ def test_a_dataloader_in_place_of_the_dataset_is_refused():
 @pytest.mark.parametrize(
     ("output", "what"),
     [
-        (lambda m, b: None, "NoneType"),
+        (lambda m, b: None, "None and no parameter has a gradient"),
         (lambda m, b: m(b["features"]), r"a tensor of shape \(2, "),
         (lambda m, b: torch.tensor(1.0), "a scalar tensor without a gradient"),
         (lambda m, b: m.loss(b).item(), "float"),
