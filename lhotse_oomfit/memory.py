@@ -340,10 +340,10 @@ class CudaMemory:
             try:
                 final = usage()
             except RuntimeError:
-                # A dead context (an illegal access, say) fails here too; the region's own error tells more.
+                # A dead context (an illegal access, say) fails here too, and again for whoever asks for the usage; the
+                # region's own error tells more.
                 if not failed:
                     raise
-                final = Usage(allocated_bytes=0, reserved_bytes=0, num_retries=0, num_ooms=0, seconds=0.0)
 
     def release(self) -> None:
         """Collect garbage and empty the allocator's cache."""

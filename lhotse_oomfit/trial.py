@@ -240,7 +240,11 @@ class TrialRunner:
             if verdict is Verdict.HOST_OOM:
                 logger.warning("bucket %s, size %s: the host, not the device, ran out of memory: %s", bucket, size, exc)
             _clear_frames(exc, outside)
-        measured = usage()
+        try:
+            measured = usage()
+        except RuntimeError as exc:  # the step broke the device, and ran out of memory before that came to light
+            _add_note(exc, f"raised by a trial step with {size} examples of bucket {bucket}")
+            raise
         measured = replace(measured, seconds=measured.seconds - build_s)
         if status == "fits" and measured.num_ooms:
             plural = "s" if measured.num_ooms > 1 else ""

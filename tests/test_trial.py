@@ -386,6 +386,25 @@ def test_a_bug_while_the_batch_is_built_is_raised_too() -> None:
         runner_for(lambda batch: None, make_batch=make_batch).run(0, 1)
 
 
+def test_a_device_that_broke_before_memory_ran_out_is_raised_with_the_note() -> None:
+    class Broken(FakeCard):
+        @contextmanager
+        def measure(self) -> Iterator[Callable[[], Usage]]:
+            answers = [self.usage]
+
+            def usage() -> Usage:
+                if not answers:
+                    raise RuntimeError(OTHER_MESSAGES["illegal_access"])
+                return answers.pop()
+
+            yield usage
+
+    with pytest.raises(RuntimeError, match="illegal memory access") as caught:
+        runner_for(raising("CUDA out of memory.", torch.OutOfMemoryError), Broken()).run(3, 17)
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == ["raised by a trial step with 17 examples of bucket 3"]
+
+
 def test_nccl_out_of_memory_ends_the_calibration_and_says_why() -> None:
     with pytest.raises(RuntimeError, match="Cuda failure") as caught:
         runner_for(raising(OTHER_MESSAGES["nccl"])).run(0, 1)
