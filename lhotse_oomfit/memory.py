@@ -290,14 +290,15 @@ class CudaMemory:
         """The fraction of the card or what this process can get, less the reserve.
 
         Without ``reserve_bytes``, as much is kept as leaves 512 MiB of the card's free memory outside the allocator:
-        nothing where the fraction alone leaves that much.
+        nothing where the fraction, or a cap that was set on the allocator, leaves that much.
         """
         free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        free_bytes = min(free_bytes + torch.cuda.memory_reserved(self.device), self._total_bytes)
         allowed_bytes = int(self._allowed_fraction() * self._card_bytes)
-        free_bytes = min(free_bytes + torch.cuda.memory_reserved(self.device), self._total_bytes, allowed_bytes)
         if reserve_bytes is None:
-            slack_bytes = max(0, free_bytes - int(fraction * self._total_bytes))
+            slack_bytes = max(0, free_bytes - min(int(fraction * self._total_bytes), allowed_bytes))
             reserve_bytes = max(0, _OUTSIDE_ALLOCATOR_BYTES - slack_bytes)
+        free_bytes = min(free_bytes, allowed_bytes)
         return Budget(
             total_bytes=self._total_bytes, free_bytes=free_bytes, reserve_bytes=reserve_bytes, fraction=fraction
         )

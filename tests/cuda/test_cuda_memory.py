@@ -94,6 +94,14 @@ def test_memory_that_this_process_holds_counts_as_free_for_it(card: MemoryBacken
     del kept
 
 
+def test_a_cap_on_the_allocator_leaves_room_beside_it_without_a_reserve(card: MemoryBackend) -> None:
+    quarter_bytes = card.budget(1.0).total_bytes // 4
+    with card.cap(quarter_bytes):
+        for fraction in (0.25, 1.0):
+            assert card.budget(fraction).reserve_bytes == 0
+            assert card.budget(fraction).bytes == pytest.approx(quarter_bytes, abs=1024)
+
+
 def test_the_card_tells_what_it_is(card: MemoryBackend) -> None:
     fields = card.fields()
     assert fields["device"] == torch.cuda.get_device_name()
