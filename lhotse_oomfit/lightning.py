@@ -24,22 +24,22 @@ from torch.utils.data import DataLoader
 
 from lhotse_oomfit.errors import InvalidArgumentError, UnsupportedStrategyError
 from lhotse_oomfit.fit import CalibrationOptions, calibrate_training
+from lhotse_oomfit.lightning_step import (
+    LightningStep,
+    TrainingStepFunction,
+    check_trainer,
+    largest_accumulation,
+    pl,
+    silenced,
+)
 from lhotse_oomfit.profile import Profile
 from lhotse_oomfit.sampler import CalibratedBucketingSampler
-from lhotse_oomfit.training import MakeBatch, Training, check_loss, unwrap_dataset, unwrap_model
+from lhotse_oomfit.training import MakeBatch, Training, unwrap_dataset
 
 try:
-    import lightning.pytorch as pl
-    from lightning.pytorch.loggers.logger import DummyLogger
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
-    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 except ImportError:  # the other name of the same package
-    import pytorch_lightning as pl
-    from pytorch_lightning.loggers.logger import DummyLogger
-    from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
     from pytorch_lightning.utilities.combined_loader import CombinedLoader
-    from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
 __all__ = ["BucketBatchSizeFinder"]
 
@@ -54,6 +54,10 @@ class BucketBatchSizeFinder(pl.Callback):
     ``backward`` under the trainer's precision, with ``self.log`` and the loggers silenced, and leave no trace in the
     module, the optimizers, the schedulers or the trainer.
 
+    :param training_step: ``training_step(module, batch)`` stands in for the module's own in trials; it must be given
+        for manual optimization. It gets the batch on the device, runs under the trainer's precision, and returns the
+        loss, or None if it ran its backward passes itself (``module.manual_backward``). It does what the module's own
+        does in the same order, ``zero_grad`` included, but steps neither optimizers nor schedulers.
     :param make_batch: ``make_batch(batch_size=..., input_len=..., output_len=...)`` makes the worst-case batch, where
         the dataset can't collate one.
     :param memory_fraction, memory_limit, reserve, cache, recalibrate, verify_on_load, max_batch_size, num_sample_cuts,
@@ -78,6 +82,7 @@ class BucketBatchSizeFinder(pl.Callback):
         cache: str | os.PathLike[str] | Literal[False] | None = None,
         recalibrate: Literal["auto", "always"] = "auto",
         verify_on_load: bool = False,
+        training_step: TrainingStepFunction | None = None,
         make_batch: MakeBatch | None = None,
         max_batch_size: int | None = None,
         num_sample_cuts: int = 1000,
@@ -100,6 +105,10 @@ class BucketBatchSizeFinder(pl.Callback):
             calibration_timeout=calibration_timeout,
             progress=progress,
         )
+        for name, function in (("training_step", training_step), ("make_batch", make_batch)):
+            if function is not None and not callable(function):
+                raise InvalidArgumentError(f"{name} must be a function, it is {function!r}")
+        self.training_step = training_step
         self.make_batch = make_batch
         self.profile: Profile | None = None
         self._sampler: CalibratedBucketingSampler | None = None
@@ -262,30 +271,35 @@ class BucketBatchSizeFinder(pl.Callback):
 
     def _calibrate(self, trainer: Any, dataloader: Any, sampler: CalibratedBucketingSampler) -> None:
         module = trainer.lightning_module
-        _check_trainer(trainer)
+        check_trainer(trainer, own_step=self.training_step is not None, reserved=self.options.reserve is not None)
         dataset, wrapper = unwrap_dataset(dataloader.dataset, sampler)
         collate_fn = dataloader.collate_fn
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         training = Training(
             module=module,
-            step=_LightningStep(trainer, scaler),
+            step=LightningStep(trainer, scaler, self.training_step),
             collate=lambda cuts: collate_fn(dataset[cuts]),
             dataset=dataset,
             optimizers=list(trainer.strategy.optimizers),
             schedulers=[config.scheduler for config in trainer.strategy.lr_scheduler_configs],
             scalers=[] if scaler is None else [scaler],
             extras=[] if wrapper is None else [wrapper],
+            holders=[callback for callback in trainer.callbacks if callback is not self],
             make_batch=self.make_batch,
-            accumulate_grad_batches=_largest_accumulation(trainer),
+            accumulate_grad_batches=largest_accumulation(trainer),
             forward_gradients=True,  # Lightning sets them to None between forward and backward
-            functions={"collate_fn": collate_fn, "make_batch": self.make_batch},
+            functions={
+                "training_step": self.training_step,
+                "collate_fn": collate_fn,
+                "make_batch": self.make_batch,
+            },
             settings={
                 "strategy": type(trainer.strategy).__name__,
                 "precision": str(trainer.precision),
                 "gradient clipping": str(bool(trainer.gradient_clip_val)),
             },
         )
-        with _silenced(trainer, module):
+        with silenced(trainer, module):
             try:
                 self.profile = self._find(sampler, training)
             except AttributeError as error:
@@ -298,57 +312,6 @@ class BucketBatchSizeFinder(pl.Callback):
 
     def _find(self, sampler: CalibratedBucketingSampler, training: Training) -> Profile:
         return calibrate_training(sampler, training, self.options, known=self.profile)
-
-
-class _LightningStep:
-    """What Lightning's loop does with one batch: transfer, ``training_step``, backward."""
-
-    def __init__(self, trainer: Any, scaler: Any) -> None:
-        self._trainer = trainer
-        self._module = trainer.lightning_module
-        self._scaler = scaler
-        self._holds_gradients = _largest_accumulation(trainer) == 1  # else they are there all the time
-        self._takes_batch_idx = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
-
-    def forward_backward(self, batch: Any) -> None:
-        trainer, module = self._trainer, self._module
-        if self._holds_gradients:
-            for parameter in module.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.zeros_like(parameter)
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
-        with trainer.precision_plugin.train_step_context():
-            output = module.training_step(batch, 0) if self._takes_batch_idx else module.training_step(batch)
-        loss = output.get("loss") if isinstance(output, dict) else output
-        check_loss(loss, f"{type(module).__name__}.training_step")
-        if self._holds_gradients:
-            self.zero_grad()
-        loss = loss / trainer.accumulate_grad_batches
-        if self._scaler is not None:
-            loss = self._scaler.scale(loss)
-        module.backward(loss)
-
-    def optimizer_step(self) -> None:
-        for optimizer in self._trainer.strategy.optimizers:
-            optimizer.step()
-
-    def zero_grad(self) -> None:
-        self._module.zero_grad(set_to_none=True)
-        for optimizer in self._trainer.strategy.optimizers:
-            optimizer.zero_grad(set_to_none=True)
-
-
-def _largest_accumulation(trainer: Any) -> int:
-    """The most batches that gradients are accumulated over, in this epoch or a later one."""
-    planned = [
-        value
-        for callback in trainer.callbacks
-        if isinstance(callback, pl.callbacks.GradientAccumulationScheduler)
-        for value in callback.scheduling.values()
-    ]
-    return int(max([trainer.accumulate_grad_batches, *planned]))
 
 
 @contextmanager
@@ -412,53 +375,3 @@ def _inside(sampler: Any, depth: int = 3) -> CalibratedBucketingSampler | None:
             if found is not None:
                 return found
     return None
-
-
-def _check_trainer(trainer: Any) -> None:
-    strategy = trainer.strategy
-    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
-        raise UnsupportedStrategyError(
-            f"strategy {type(strategy).__name__} can't be calibrated: parameters or activations are spread over ranks; "
-            f"use strategy='ddp' or one device, or set bucket_batch_size to a list of sizes"
-        )
-    unwrap_model(strategy.model)
-    module = trainer.lightning_module
-    frozen = sum(not parameter.requires_grad for parameter in module.parameters())
-    if frozen and any(isinstance(callback, pl.callbacks.BaseFinetuning) for callback in trainer.callbacks):
-        logger.warning(
-            "%s parameters are frozen now, and a finetuning callback may unfreeze them later, when training will need "
-            "more memory than is measured now; set reserve= to what their gradients, optimizer state and activations "
-            "will take, or calibrate with them unfrozen",
-            frozen,
-        )
-    if not module.automatic_optimization:
-        raise UnsupportedStrategyError(
-            f"{type(module).__name__} uses manual optimization, whose steps can't be tried apart from the trainer; "
-            f"call lhotse_oomfit.calibrate(...) with a training_step of your own, or set bucket_batch_size to a list"
-        )
-    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
-        raise UnsupportedStrategyError(
-            f"{type(module).__name__}.training_step takes a dataloader_iter instead of a batch, so that no single "
-            f"batch can be tried; set bucket_batch_size to a list of sizes"
-        )
-
-
-@contextmanager
-def _silenced(trainer: Any, module: Any) -> Iterator[None]:
-    """Let ``self.log`` and the loggers swallow what the trials log: outside the loop the former raises."""
-    modules = [child for child in module.modules() if isinstance(child, pl.LightningModule)]
-    loggers = trainer.loggers
-
-    def log(*args: Any, **kwargs: Any) -> None:
-        """Log nothing."""
-
-    for child in modules:
-        child.__dict__["log"] = log
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        trainer.loggers = loggers
-        for child in modules:
-            del child.__dict__["log"]

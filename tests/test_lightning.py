@@ -425,7 +425,7 @@ def test_manual_optimization_is_refused_with_the_remedy():
             super().__init__()
             self.automatic_optimization = False
 
-    with pytest.raises(UnsupportedStrategyError, match=r"manual optimization.*call lhotse_oomfit.calibrate"):
+    with pytest.raises(UnsupportedStrategyError, match=r"manual optimization.*pass training_step= to BucketBatchSizeFinder"):
         trainer_for(finder()).fit(Manual(), loader_for())
 
 

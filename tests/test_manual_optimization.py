@@ -1,0 +1,332 @@
+"""Trainings that run several backward passes a step: a generator against a discriminator, each with its optimizer."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lhotse import CutSet
+from test_lightning import Recogniser, finder, loader_for, pl, trainer_for  # skips without Lightning
+from tiny_asr import FEATURES, TinyDataset, TinyModel, fingerprint_of_state, tiny_cut, tiny_cuts, tiny_sampler
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lhotse_oomfit import calibrate
+from lhotse_oomfit.errors import InvalidArgumentError
+from lhotse_oomfit.memory import CpuMemory, live_tensors
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.filterwarnings("ignore:::lightning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*treespec"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec"),
+]
+
+LIMIT = "3MiB"
+
+
+class Gan(nn.Module):
+    """A generator that repeats what it hears, dropout and all, and a discriminator that tells."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(
+            nn.Conv1d(FEATURES, width, 9, padding=4),
+            nn.BatchNorm1d(width),
+            nn.LeakyReLU(),
+            nn.Dropout(0.1),
+            nn.Conv1d(width, FEATURES, 9, padding=4),
+        )
+        self.discriminator = nn.Sequential(
+            nn.Conv1d(FEATURES, 2 * width, 9, stride=2), nn.LeakyReLU(), nn.Conv1d(2 * width, 1, 3)
+        )
+
+
+def adams(gan: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    return (
+        torch.optim.Adam(gan.generator.parameters(), lr=1e-3, betas=(0.5, 0.9)),
+        torch.optim.Adam(gan.discriminator.parameters(), lr=1e-3, betas=(0.5, 0.9)),
+    )
+
+
+def gan_step(gan: Any, batch: Any, optimizers: Any, *, steps: bool = False, backward: Any = None) -> list[float]:
+    """One step of both, as a vocoder's training takes it; `steps` says whether optimizers step."""
+    backward = backward if backward is not None else torch.Tensor.backward
+    of_generator, of_discriminator = optimizers
+    real = batch["features"].transpose(1, 2)
+    fake = gan.generator(real)
+    of_discriminator.zero_grad()
+    loss_d = (gan.discriminator(real) - 1).square().mean() + gan.discriminator(fake.detach()).square().mean()
+    backward(loss_d)
+    if steps:
+        of_discriminator.step()
+    of_generator.zero_grad()
+    loss_g = (gan.discriminator(fake) - 1).square().mean() + (fake - real).abs().mean()
+    backward(loss_g)
+    if steps:
+        of_generator.step()
+    return [loss_d.item(), loss_g.item()]
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
+
+
+def state_of(gan: Any, optimizers: Any) -> Any:
+    generators = torch.get_rng_state().numpy().tobytes(), repr(random.getstate()), repr(np.random.get_state())
+    gradients = [None if p.grad is None else p.grad.numpy().tobytes() for p in gan.parameters()]
+    return fingerprint_of_state(gan, *optimizers), generators, gradients
+
+
+def find(gan: Any, optimizers: Any, training_step: Any, sampler: Any = None, **options: Any) -> Any:
+    return calibrate(
+        sampler if sampler is not None else tiny_sampler(),
+        TinyDataset(),
+        model=gan,
+        optimizer=optimizers,
+        training_step=training_step,
+        **{"memory_limit": LIMIT, "cache": False, "progress": False, **options},
+    )
+
+
+def largest_sizes(gan: Any, optimizers: Any, budget_bytes: int, edges: list[float]) -> list[int]:
+    """By brute force: the most cuts of each length whose step trains, with everything there that training has."""
+    dataset = TinyDataset()
+    gan_step(gan, dataset[tiny_cuts(3)], optimizers, steps=True)
+    memory = CpuMemory(limit_bytes=budget_bytes, resident=lambda: live_tensors(gan, optimizers))
+
+    def fits(edge: float, size: int) -> bool:
+        cut = tiny_cut(0, edge, int(12 * edge))
+        batch = dataset[CutSet.from_cuts(cut.with_id(f"{i}") for i in range(size))]
+        try:
+            with memory.measure():
+                gan_step(gan, batch, optimizers)
+        except torch.OutOfMemoryError:
+            for parameter in gan.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            return False
+        return True
+
+    found = []
+    for edge in edges:
+        low, high = 0, 2
+        while fits(edge, high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(edge, middle) else (low, middle)
+        found.append(low)
+    return found
+
+
+# A plain loop
+
+
+def test_both_passes_are_measured_and_sizes_match_a_brute_force_search():
+    torch.manual_seed(0)
+    gan = Gan()
+    optimizers = adams(gan)
+    profile = find(gan, optimizers, lambda gan, batch: gan_step(gan, batch, optimizers) and None)
+    truth = largest_sizes(gan, optimizers, profile.budget_bytes, [1.0, 2.0, 3.0, 4.0])
+    for size, largest in zip(profile.bucket_batch_size, truth, strict=True):
+        assert min(int(0.97 * largest), largest - 1) <= size <= largest
+    assert max(truth) > 8
+
+
+def test_parameters_both_optimizers_and_generators_are_as_before_and_losses_equal_those_with_given_sizes():
+    def start() -> Any:
+        seed(3)
+        gan = Gan()
+        optimizers = adams(gan)
+        gan_step(gan, TinyDataset()[tiny_cuts(3)], optimizers, steps=True)
+        return gan, optimizers
+
+    def losses(gan: Any, optimizers: Any, sampler: Any) -> list[float]:
+        loader = iter(DataLoader(TinyDataset(), sampler=sampler, batch_size=None))
+        return [loss for _ in range(5) for loss in gan_step(gan, next(loader), optimizers, steps=True)]
+
+    gan, optimizers = start()
+    sampler = tiny_sampler()
+    before = state_of(gan, optimizers)
+    profile = find(gan, optimizers, lambda gan, batch: gan_step(gan, batch, optimizers) and None, sampler)
+    assert state_of(gan, optimizers) == before
+    calibrated = losses(gan, optimizers, sampler)
+    given = losses(*start(), tiny_sampler(bucket_batch_size=profile.bucket_batch_size))
+    assert calibrated == given
+
+
+def test_optimizers_without_state_are_without_it_again():
+    gan = Gan()
+    optimizers = adams(gan)
+    before = state_of(gan, optimizers)
+    find(gan, optimizers, lambda gan, batch: gan_step(gan, batch, optimizers) and None)
+    assert state_of(gan, optimizers) == before
+    assert not any(optimizer.state for optimizer in optimizers)
+
+
+def test_a_profile_is_found_again_with_optimizers_in_the_step_s_closure(tmp_path):
+    def one() -> Any:
+        torch.manual_seed(0)
+        gan = Gan()
+        optimizers = adams(gan)
+        return find(gan, optimizers, lambda gan, batch: gan_step(gan, batch, optimizers) and None, cache=tmp_path)
+
+    first, second = one(), one()
+    assert first == second  # the time of its creation too
+
+
+def test_a_step_of_an_optimizer_inside_is_refused_before_anything_changes():
+    gan = Gan()
+    optimizers = adams(gan)
+    before = state_of(gan, optimizers)
+    with pytest.raises(InvalidArgumentError, match=r"training_step must leave optimizer.step\(\) out.*Adam.step\(\)"):
+        find(gan, optimizers, lambda gan, batch: gan_step(gan, batch, optimizers, steps=True) and None)
+    assert state_of(gan, optimizers) == before
+    gan_step(gan, TinyDataset()[tiny_cuts(2)], optimizers, steps=True)  # steps are steps again
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_none_without_a_backward_pass_is_refused(accumulate):
+    with pytest.raises(InvalidArgumentError, match="or None after running backward itself; it returned None and no"):
+        find(Gan(), adams(Gan()), lambda gan, batch: None, accumulate_grad_batches=accumulate)
+
+
+def test_parameters_frozen_for_one_pass_train_again_after_a_trial_that_ran_out_of_memory():
+    gan = Gan()
+    optimizers = adams(gan)
+    trained = []
+
+    def step(gan: Any, batch: Any) -> None:
+        trained.append(all(parameter.requires_grad for parameter in gan.parameters()))
+        for parameter in gan.discriminator.parameters():
+            parameter.requires_grad_(False)
+        gan.generator(batch["features"].transpose(1, 2)).square().mean().backward()
+        if len(trained) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        for parameter in gan.discriminator.parameters():
+            parameter.requires_grad_(True)
+
+    find(gan, optimizers, step)
+    assert len(trained) > 3
+    assert all(trained)
+
+
+def test_an_optimizer_that_is_none_is_refused():
+    with pytest.raises(InvalidArgumentError, match="optimizer must be an optimizer, or several in a list"):
+        find(Gan(), [], lambda gan, batch: None)
+    with pytest.raises(InvalidArgumentError, match="optimizer must be an optimizer, or several in a list"):
+        find(Gan(), "adam", lambda gan, batch: None)
+
+
+# Lightning
+
+
+class Vocoder(pl.LightningModule):
+    """The same in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.gan = Gan()
+        self.losses: list[list[float]] = []
+
+    def configure_optimizers(self):
+        return list(adams(self.gan))
+
+    def training_step(self, batch, batch_idx):
+        self.losses.append(gan_step(self.gan, batch, self.optimizers(), steps=True, backward=self.manual_backward))
+        self.log("loss", self.losses[-1][0], batch_size=1)
+
+
+def vocoder_step(module: Any, batch: Any) -> None:
+    """For trials: without the optimizers' steps."""
+    gan_step(module.gan, batch, module.optimizers(), backward=module.manual_backward)
+
+
+def fit(module: Any, sampler: Any, *callbacks: Any, **options: Any) -> Any:
+    pl.seed_everything(1, verbose=False)
+    trainer = trainer_for(*callbacks, **{"max_steps": 12, **options})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, loader_for(sampler))
+    return trainer
+
+
+def vocoder() -> Any:
+    seed(5)
+    return Vocoder()
+
+
+def test_manual_optimization_is_calibrated_by_a_training_step_without_steps():
+    callback, module = finder(training_step=vocoder_step), vocoder()
+    sampler = tiny_sampler()
+    fit(module, sampler, callback)
+    profile = callback.profile
+    assert sampler.bucket_batch_size == profile.bucket_batch_size
+    assert len(module.losses) == 6  # two optimizers' steps each; trials left no entries
+    fresh = vocoder().gan
+    truth = largest_sizes(fresh, adams(fresh), profile.budget_bytes, [1.0, 2.0, 3.0, 4.0])
+    for size, largest in zip(profile.bucket_batch_size, truth, strict=True):
+        assert min(int(0.97 * largest), largest - 1) <= size <= largest
+
+
+def test_a_calibrated_manual_optimization_has_the_losses_and_states_of_one_with_given_sizes(tmp_path):
+    def one(sampler: Any, *callbacks: Any) -> Any:
+        module = vocoder()
+        trainer = fit(module, sampler, *callbacks)
+        return module.losses, state_of(module, trainer.optimizers), trainer.global_step
+
+    callback = finder(training_step=vocoder_step)
+    calibrated = one(tiny_sampler(), callback)
+    given = one(tiny_sampler(bucket_batch_size=callback.profile.bucket_batch_size))
+    assert calibrated == given
+
+
+def test_a_training_step_given_for_trials_is_part_of_what_a_profile_was_measured_for():
+    plain, own = finder(), finder(training_step=lambda module, batch: Recogniser.training_step(module, batch, 0))
+    fit(Recogniser(), tiny_sampler(), plain, max_steps=1)
+    fit(Recogniser(), tiny_sampler(), own, max_steps=1)
+    differing = plain.profile.fingerprint.fields.keys() ^ own.profile.fingerprint.fields.keys()
+    assert differing == {"code.training_step"}
+    assert own.profile.bucket_batch_size == plain.profile.bucket_batch_size
+
+
+def test_a_given_training_step_stands_in_for_one_that_takes_an_iterator():
+    class Iterating(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = TinyModel()
+
+        def training_step(self, dataloader_iter):
+            batch, *_ = next(dataloader_iter)
+            return self.model.loss(batch)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    callback = finder(training_step=lambda module, batch: module.model.loss(batch))
+    fit(Iterating(), tiny_sampler(), callback, max_steps=2)
+    assert callback.profile.num_trials > 0
+
+
+def test_a_step_of_lightning_s_optimizers_inside_is_refused():
+    def stepping(module: Any, batch: Any) -> None:
+        gan_step(module.gan, batch, module.optimizers(), steps=True, backward=module.manual_backward)
+
+    module = vocoder()
+    before = fingerprint_of_state(module)
+    with pytest.raises(InvalidArgumentError, match=r"training_step must leave optimizer.step\(\) out"):
+        fit(module, tiny_sampler(), finder(training_step=stepping))
+    assert fingerprint_of_state(module) == before
+
+
+def test_what_is_no_function_is_refused_when_the_callback_is_made():
+    with pytest.raises(InvalidArgumentError, match="training_step must be a function, it is 3"):
+        finder(training_step=3)
