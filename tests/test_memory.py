@@ -12,9 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import SpeechModel, Step, batch_of
+from tiny_asr import TinyDataset, TinyModel, tiny_optimizer, tiny_sampler, training_step
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lhotse_oomfit import allocator
+from lhotse_oomfit import allocator, calibrate
+from lhotse_oomfit.calibration import wake_optimizers
 from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError
 from lhotse_oomfit.memory import Budget, CudaMemory, MemoryBackend, backend_for, live_tensors
 from lhotse_oomfit.storages import StorageTracker
@@ -408,6 +410,32 @@ def test_a_step_computes_the_same_under_measurement() -> None:
             step.optimizer_step()
         losses.append(model.loss(batch_of(3)).item())
     assert losses[0] == losses[1]
+
+
+def test_an_optimizer_whose_own_step_exceeds_the_budget_is_refused_with_the_reason() -> None:
+    def parts() -> dict[str, Any]:
+        model = TinyModel(width=64)
+        optimizer, scheduler = tiny_optimizer(model)
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    made = parts()
+    memory = cpu("100MiB", resident=lambda: live_tensors(made["model"], [made["optimizer"]]))
+    peak_bytes = wake_optimizers(Step(made["model"], made["optimizer"]), memory, made["model"].parameters())
+    made = parts()
+    with pytest.raises(
+        CalibrationError, match=r"one step of the optimizer, without any batch, takes .* of a budget of"
+    ):
+        calibrate(
+            tiny_sampler(),
+            TinyDataset(),
+            training_step=training_step,
+            memory_limit=int(1.5 * peak_bytes),
+            memory_fraction=0.6,
+            cache=False,
+            progress=False,
+            **made,
+        )
+    assert len(made["optimizer"].state) == 0
 
 
 # --- budgets and backends ---------------------------------------------------------------------------------------------

@@ -156,7 +156,11 @@ def fingerprint_of_state(*holders: Any) -> dict[str, Any]:
 
     def visit(name: str, value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            found[name] = (value.dtype, tuple(value.shape), value.detach().cpu().numpy().tobytes())
+            found[name] = (
+                value.dtype,
+                tuple(value.shape),
+                value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes(),
+            )
         elif isinstance(value, dict):
             for key, item in value.items():
                 visit(f"{name}.{key}", item)
