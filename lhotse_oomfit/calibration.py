@@ -13,7 +13,7 @@ import torch
 from lhotse_oomfit.errors import BucketDoesNotFitError, CalibrationError, UnsupportedStrategyError
 from lhotse_oomfit.memory import MemoryBackend
 from lhotse_oomfit.profile import BucketProfile, format_bytes
-from lhotse_oomfit.search import BucketShape, Search
+from lhotse_oomfit.search import BucketShape, Probe, Search
 from lhotse_oomfit.trial import TrainingStep, Trial, TrialRunner, Verdict, judge
 
 __all__ = ["MeasuredBucket", "Measurement", "measure_sizes", "refuse_unfit", "wake_optimizers"]
@@ -110,11 +110,14 @@ def measure_sizes(
     runner: TrialRunner,
     memory: MemoryBackend,
     budget_bytes: int,
+    resident_bytes: int,
     gradient_bytes: int,
     forward_gradients: bool = False,
     headroom_bytes: int = 0,
     max_size: int,
     num_soak_steps: int = 0,
+    cautious: bool = False,
+    earlier: Sequence[Trial] = (),
     on_trial: Callable[[Trial, MeasuredBucket], None] | None = None,
 ) -> Measurement:
     """Find the largest size of every bucket whose training step stays inside the budget.
@@ -123,6 +126,7 @@ def measure_sizes(
     :param runner: runs the trials, by index into `shapes`.
     :param memory: what `runner` measures with.
     :param budget_bytes: the peak not to be exceeded, of reserved memory where the allocator reserves.
+    :param resident_bytes: what is allocated before a step begins.
     :param gradient_bytes: what all gradients take.
     :param forward_gradients: whether they are alive in the forward pass, without being there before the step begins.
     :param headroom_bytes: how far a trial may exceed the budget without running out of memory.
@@ -130,13 +134,13 @@ def measure_sizes(
     :param num_soak_steps: after the search, at most so many steps at full size in shuffled order under a hard cap at
         the budget, without emptying the allocator's cache in between, as training runs. Offenders shrink, until a pass
         over all buckets (the second at the earliest) has none.
+    :param cautious: approach sizes from below, since a step that runs out of memory would end the job.
+    :param earlier: trials of an earlier job, which needn't be run again.
     :param on_trial: called after each trial with it and what is then known of its bucket.
     :raises CalibrationError: if what is resident before a step begins leaves no room in the budget.
     """
     started = time.monotonic()
-    with memory.measure() as usage:
-        pass
-    resident_bytes = usage().allocated_bytes + (gradient_bytes if forward_gradients else 0)
+    resident_bytes += gradient_bytes if forward_gradients else 0
     if resident_bytes >= budget_bytes:
         raise CalibrationError(
             f"model, optimizer state and gradients take {format_bytes(resident_bytes)}, which leaves nothing of the "
@@ -150,8 +154,12 @@ def measure_sizes(
         gradient_bytes=gradient_bytes,
         headroom_bytes=headroom_bytes,
         max_size=max_size,
+        cautious=cautious,
     )
     book = _Book(search, len(shapes))
+    for trial in earlier:
+        book.remember(trial)
+        _tell(search, Probe(bucket=trial.bucket, size=trial.size, purpose="verify"), trial)
     _search(search, runner, memory, book, on_trial)
     num_trials = book.num_trials
     if num_soak_steps and all(search.sizes):
@@ -207,6 +215,15 @@ def _search(
     memory.release()
 
 
+def _tell(search: Search, probe: Probe, trial: Trial) -> None:
+    """Tell the search of an earlier trial as it stands."""
+    if trial.status == "fits":
+        peak_bytes, reserved_bytes = trial.usage.allocated_bytes, trial.usage.reserved_bytes
+        search.tell(probe, peak_bytes=peak_bytes, charged_bytes=max(peak_bytes, reserved_bytes))
+    else:
+        search.tell(probe, peak_bytes=None)
+
+
 def _soak(
     search: Search,
     runner: TrialRunner,
@@ -256,6 +273,7 @@ class _Book:
     def __init__(self, search: Search, num_buckets: int) -> None:
         self._search = search
         self._trials: list[list[Trial]] = [[] for _ in range(num_buckets)]
+        self._earlier: list[list[Trial]] = [[] for _ in range(num_buckets)]
         self._soak_ooms = 0
         self.num_trials = 0
         self.num_retries = 0
@@ -274,6 +292,10 @@ class _Book:
         else:
             self._trials[trial.bucket].append(trial)
 
+    def remember(self, trial: Trial) -> None:
+        """Record a trial of an earlier job: its peak counts, the trial doesn't."""
+        self._earlier[trial.bucket].append(trial)
+
     def bucket(self, k: int, size: int) -> MeasuredBucket:
         """What is known of bucket `k` at `size`; the peak is the model's where the size was lowered."""
         trials = self._trials[k]
@@ -283,14 +305,14 @@ class _Book:
             num_ooms=sum(trial.status == "oom" for trial in trials),
             settled=self._search.is_settled(k),
         )
-        measured = [trial for trial in trials if trial.status == "fits"]
+        measured = [trial for trial in (*trials, *self._earlier[k]) if trial.status == "fits"]
         if not known.size:
             smallest = min(measured, key=lambda trial: trial.size, default=None)
             return replace(known, peak_bytes=smallest.usage.allocated_bytes) if smallest else known
         exact = next((trial for trial in measured if trial.size == known.size), None)
         if exact is None:
             return replace(known, peak_bytes=round(self._search.predict_bytes(k, known.size)))
-        return replace(known, peak_bytes=exact.usage.allocated_bytes, step_s=exact.usage.seconds)
+        return replace(known, peak_bytes=exact.usage.allocated_bytes, step_s=exact.usage.seconds or None)
 
 
 def refuse_unfit(

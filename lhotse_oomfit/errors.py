@@ -17,6 +17,7 @@ working for callers that don't know this package::
         ├── BucketDoesNotFitError                 even a batch of one exceeds the memory budget
         ├── WorstCaseError                        no worst-case batch could be made from the dataset
         ├── UnsupportedStrategyError              a way of training that can't be calibrated
+        ├── LockStepMemoryError                   a rank ran out of memory in a step that all ranks run together
         └── RankFailedError                       another rank failed while this one waited for it
 """
 
@@ -29,6 +30,7 @@ __all__ = [
     "EmptySourceError",
     "InvalidArgumentError",
     "InvalidBinsError",
+    "LockStepMemoryError",
     "MissingTokensError",
     "NotCalibratedError",
     "OomfitError",
@@ -97,5 +99,26 @@ class UnsupportedStrategyError(CalibrationError):
     """A way of training that can't be calibrated."""
 
 
+class LockStepMemoryError(CalibrationError):
+    """A rank ran out of memory in a trial step that all ranks run together, so none can go on.
+
+    :param bucket, size: the trial.
+    """
+
+    def __init__(self, message: str, *, bucket: int, size: int) -> None:
+        super().__init__(message)
+        self.bucket = bucket
+        self.size = size
+
+
 class RankFailedError(CalibrationError):
-    """Another rank failed while this one waited for its result."""
+    """Another rank failed while this one waited for its result.
+
+    :param rank: which; None if that isn't known.
+    :param cause: its error; None if it said nothing.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, cause: str | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.cause = cause

@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import torch
-
 from lhotse_oomfit.errors import InvalidArgumentError
 from lhotse_oomfit.fit import CalibrationOptions, Training, loop_training
+from lhotse_oomfit.strategies import ReducerBuckets
 
 __all__ = ["Use", "describe", "is_lightning", "use_training"]
 
@@ -36,18 +35,6 @@ _WRONG = (
     "training_step), or a LightningModule with its data: (module, datamodule or DataLoader), or a mapping with module, "
     "data and trainer, the Trainer's arguments"
 )
-
-
-class ReducerBuckets(torch.nn.Module):
-    """The memory that DistributedDataParallel adds to `module`: a copy of all gradients, in its reducer's buckets.
-
-    Source: torch/csrc/distributed/c10d/reducer.cpp, which allocates the buckets when the wrapper is made.
-    """
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        for index, parameter in enumerate(p for p in module.parameters() if p.requires_grad):
-            self.register_buffer(f"bucket_{index}", torch.zeros_like(parameter, requires_grad=False))
 
 
 def is_lightning(made: Any) -> bool:

@@ -29,6 +29,10 @@ class CalibrationOptions:
     :param num_sample_cuts: how many cuts are read ahead to choose a template and to see how many tokens occur.
     :param num_soak_steps: the most steps of the closing soak on a CUDA card, which ends when a pass over all buckets
         was clean; None for eight per bucket, 0 for no soak.
+    :param ranks: who measures in a job of several ranks. ``"rank0"``: the first, while the others wait. ``"shard"``:
+        each rank some of the buckets at the same time, if their cards and budgets are equal, else the first all.
+        ``"each"``: every rank all buckets, and the smallest size counts. ``"lockstep"``: all ranks every trial
+        together, as is done anyway where one rank can't run a step alone (FSDP, tensor parallel, a static graph).
     :param heartbeat_timeout: seconds of silence after which another rank counts as dead.
     :param calibration_timeout: seconds that ranks wait for the measuring one in all.
     :param progress: whether to show a progress bar; None to show one at a terminal.
@@ -46,6 +50,7 @@ class CalibrationOptions:
     max_batch_size: int | None = None
     num_sample_cuts: int = 1000
     num_soak_steps: int | None = None
+    ranks: Literal["rank0", "shard", "each", "lockstep"] = "rank0"
     heartbeat_timeout: float = 60.0
     calibration_timeout: float = 7200.0
     progress: bool | None = None
@@ -62,6 +67,8 @@ class CalibrationOptions:
                 f"0.9"
             )
         check_recalibrate("recalibrate", self.recalibrate)
+        if self.ranks not in ("rank0", "shard", "each", "lockstep"):
+            raise InvalidArgumentError(f"ranks must be 'rank0', 'shard', 'each' or 'lockstep', it is {self.ranks!r}")
         for name in ("max_batch_size", "num_sample_cuts", "world_size"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

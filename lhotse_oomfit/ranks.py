@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,17 +25,21 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from lhotse_oomfit.errors import RankFailedError
+from lhotse_oomfit.errors import LockStepMemoryError, RankFailedError
+from lhotse_oomfit.tripwire import refuse_collectives
 
-__all__ = ["Ranks", "SingleRank", "StoreRanks", "alone", "current_ranks"]
+__all__ = ["Failure", "Ranks", "SingleRank", "StoreRanks", "alone", "current_ranks"]
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.1
+_POLL_S, _POLL_MOST_S = 0.1, 1.0
+"""How often a waiting rank asks the store: at first, and in the long run. Hundreds of ranks ask the same store."""
 _HEARTBEAT_S = 10.0
 _LOG_EVERY_S = 60.0
 _FAREWELL_S = 10.0
-"""How long rank 0 stays until the others have read its word: if it ended at once, the store's server would go too."""
+"""How long a rank stays until its word was read: if the first ended at once, the store's server would go too."""
+_FAILED = "failed"
+"""The key of the first failure of any rank."""
 
 
 class Ranks(Protocol):
@@ -59,6 +64,22 @@ class Ranks(Protocol):
 
         :raises RankFailedError: if another rank's `work` failed, with its error, or if a rank fell silent.
         """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The first failure of a job.
+
+    :param rank: where it happened.
+    :param error: what happened there, in one line.
+    :param key: where the failed rank looks whether the others have read it.
+    :param trial: the bucket and size of the step that ran out of memory, if that is what failed.
+    """
+
+    rank: int
+    error: str
+    key: str = ""
+    trial: tuple[int, int] | None = None
 
 
 class SingleRank:
@@ -111,32 +132,84 @@ class StoreRanks:
         if self.rank > 0:
             return self._await(key, leader=0)
         with self._heart():
-            return self._publish(key, work)
+            return self._publish(key, work, readers=self._others)
 
     def gather(self, work: Callable[[], str]) -> list[str]:
-        """See :meth:`Ranks.gather`."""
+        """See :meth:`Ranks.gather`. The first rank collects and tells the others, so that the store's work grows with
+        the number of ranks and not with its square."""
         key = self._next_key("gather")
         with self._heart():
-            own = self._publish(f"{key}/{self.rank}", work)
-            return [own if r == self.rank else self._await(f"{key}/{r}", leader=r) for r in range(self.world_size)]
+            own = self._publish(f"{key}/{self.rank}", work, readers=[] if self.rank == 0 else [0], stay=False)
+            if self.rank > 0:
+                return list(json.loads(self._await(key, leader=0)))
+
+            def collect() -> str:
+                return json.dumps([own, *(self._await(f"{key}/{rank}", leader=rank) for rank in self._others)])
+
+            return list(json.loads(self._publish(key, collect, readers=self._others)))
+
+    @property
+    def store(self) -> Any:
+        """The key-value store of this job's calibration."""
+        return self._store
+
+    @property
+    def heartbeat_timeout_s(self) -> float:
+        """Seconds of silence after which a rank counts as dead."""
+        return self._timeouts.heartbeat_s
+
+    @property
+    def calibration_timeout_s(self) -> float:
+        """Seconds that a rank waits for others in all."""
+        return self._timeouts.total_s
+
+    def num_beats(self, rank: int) -> int:
+        """How often the heart of `rank` has beaten."""
+        return int(self._store.add(f"heart/{rank}", 0))
+
+    def fail(self, failure: Failure) -> Failure:
+        """Tell all ranks of a failure; the first one counts, and is returned."""
+        said = self._store.compare_set(_FAILED, "", json.dumps(vars(failure)))
+        return _failure(said)
+
+    def failure(self) -> Failure | None:
+        """The first failure that any rank told; None while there is none."""
+        return _failure(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
+
+    def acknowledge(self, failure: Failure) -> None:
+        """Let the failed rank know that this one has read what happened."""
+        if failure.key:
+            self._store.set(f"{failure.key}/read/{self.rank}", "1")
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def _next_key(self, name: str) -> str:
         # Ranks make the same calls in the same order, so that counting gives them the same keys.
         self._num_calls += 1
         return f"{self._num_calls}/{name}"
 
-    def _publish(self, key: str, work: Callable[[], str]) -> str:
-        """Run `work`, and let the other ranks know what came of it."""
+    def _publish(self, key: str, work: Callable[[], str], *, readers: list[int], stay: bool = True) -> str:
+        """Run `work`, and let the `readers` know what came of it; `stay` until they have read a result, too."""
         try:
             result = work()
         except BaseException as error:
-            self._store.set(key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
-            self._wait_for_readers(key)
+            failure = self._failure_of(error, key)
+            self._store.set(key, json.dumps({"error": failure.error, "rank": failure.rank}))
+            self.fail(failure)
+            self._wait_for_readers(key, readers)
             raise
         self._store.set(key, json.dumps({"result": result}))
-        if self.rank == 0:
-            self._wait_for_readers(key)
+        if stay:
+            self._wait_for_readers(key, readers)
         return result
+
+    def _failure_of(self, error: BaseException, key: str) -> Failure:
+        if isinstance(error, RankFailedError) and error.rank is not None and error.cause is not None:
+            return Failure(rank=error.rank, error=error.cause, key=key)  # somebody else's, passed on
+        trial = (error.bucket, error.size) if isinstance(error, LockStepMemoryError) else None
+        return Failure(rank=self.rank, error=f"{type(error).__name__}: {error}", key=key, trial=trial)
 
     @contextmanager
     def _heart(self) -> Iterator[None]:
@@ -160,12 +233,12 @@ class StoreRanks:
                 return
             stop.wait(interval_s)
 
-    def _wait_for_readers(self, key: str) -> None:
+    def _wait_for_readers(self, key: str, readers: list[int]) -> None:
         deadline = time.monotonic() + _FAREWELL_S
-        readers = [f"{key}/read/{rank}" for rank in range(self.world_size) if rank != self.rank]
-        while time.monotonic() < deadline:
+        keys = [f"{key}/read/{rank}" for rank in readers]
+        while time.monotonic() < deadline and keys:
             try:
-                if self._store.check(readers):
+                if self._store.check(keys):
                     return
             except (RuntimeError, ConnectionError):
                 return
@@ -182,13 +255,17 @@ class StoreRanks:
         finally:
             stop.set()
         if "error" in message:
-            raise RankFailedError(f"rank {leader} failed while rank {self.rank} waited for it: {message['error']}")
+            raise RankFailedError(
+                f"rank {message['rank']} failed while rank {self.rank} waited for it: {message['error']}",
+                rank=message["rank"],
+                cause=message["error"],
+            )
         result: str = message["result"]
         return result
 
     def _watch(self, key: str, leader: int, inbox: queue.Queue[tuple[str, str]], stop: threading.Event) -> None:
         """Poll the store, and put into `inbox` what it says: a beat, the message, or that it is lost."""
-        beats = 0
+        beats, pause_s = 0, _POLL_S
         try:
             while not stop.is_set():
                 inbox.put(("poll", ""))
@@ -197,10 +274,11 @@ class StoreRanks:
                     self._store.set(f"{key}/read/{self.rank}", "1")
                     inbox.put(("message", message))
                     return
-                if (now_beats := self._store.add(f"heart/{leader}", 0)) != beats:
+                if (now_beats := self.num_beats(leader)) != beats:
                     beats = now_beats
                     inbox.put(("beat", ""))
-                stop.wait(_POLL_S)
+                stop.wait(pause_s)
+                pause_s = min(1.02 * pause_s, _POLL_MOST_S)
         except (RuntimeError, ConnectionError) as error:
             inbox.put(("lost", str(error).partition("\n")[0]))
 
@@ -229,7 +307,9 @@ class StoreRanks:
                 raise RankFailedError(
                     f"rank {leader} was silent for {silent_s:.0f} s while rank {self.rank} waited for it "
                     f"(heartbeat_timeout is {self._timeouts.heartbeat_s:g} s); it was killed, stopped or hangs: see "
-                    f"its log"
+                    f"its log",
+                    rank=leader,
+                    cause=f"silent for {silent_s:.0f} s",
                 )
             if now - started > self._timeouts.total_s:
                 raise RankFailedError(
@@ -239,6 +319,12 @@ class StoreRanks:
             if now - last_log > _LOG_EVERY_S:
                 last_log = now
                 logger.info("waiting for rank %s to calibrate (%.0f s so far)", leader, now - started)
+
+
+def _failure(text: bytes | str) -> Failure:
+    said = json.loads(text)
+    said["trial"] = tuple(said["trial"]) if said["trial"] else None
+    return Failure(**said)
 
 
 _num_sessions = 0
@@ -269,7 +355,11 @@ def current_ranks(*, heartbeat_timeout_s: float = 60.0, calibration_timeout_s: f
 def alone() -> Iterator[None]:
     """While inside, this process's default group is a group of itself: collectives return at once, with its own values.
 
-    Patching ``is_initialized`` instead would miss names that were bound at import, and ``get_world_size``.
+    Patching ``is_initialized`` instead would miss names that were bound at import, and ``get_world_size``. Collectives
+    over other groups of several ranks raise instead of waiting. What ``torch.compile`` traced may hold the group in its
+    code, so it is traced anew after each change of groups.
+
+    :raises UnsupportedStrategyError: from a collective over a group of several ranks.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         yield
@@ -278,9 +368,18 @@ def alone() -> Iterator[None]:
     everyone = world.WORLD
     # Local synchronisation: only the members of the group call, and it has only one.
     solo = dist.new_group([dist.get_rank()], use_local_synchronization=True, timeout=timedelta(minutes=10))
+    _forget_traces()
     world.WORLD = solo
     try:
-        yield
+        with refuse_collectives():
+            yield
     finally:
         world.WORLD = everyone
+        _forget_traces()
         dist.destroy_process_group(solo)
+
+
+def _forget_traces() -> None:
+    dynamo = sys.modules.get("torch._dynamo")  # nothing was compiled where it isn't loaded
+    if dynamo is not None:
+        dynamo.reset()

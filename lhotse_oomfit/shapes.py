@@ -46,6 +46,14 @@ class WorstCases:
             measure_tokens=measure_tokens,
         )
 
+    def agree(self, output_lens: list[int | None]) -> None:
+        """Take these output lengths, one a bucket, instead of those that this rank's data suggests."""
+        self.output_lens = output_lens
+        self.shapes = [
+            BucketShape(input_len=shape.input_len, output_len=output_len or 0)
+            for shape, output_len in zip(self.shapes, output_lens, strict=True)
+        ]
+
     def make(self, bucket: int, size: int) -> Any:
         """The batch of `size` worst-case examples of `bucket`."""
         input_len, output_len = self.shapes[bucket].input_len, self.output_lens[bucket]

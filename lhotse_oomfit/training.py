@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from lhotse import CutSet
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lhotse_oomfit.errors import InvalidArgumentError, UnsupportedStrategyError
 from lhotse_oomfit.memory import live_tensors
 from lhotse_oomfit.snapshot import unwrapped_optimizers
+from lhotse_oomfit.strategies import local_bytes, unwrap_model
 from lhotse_oomfit.trial import TrainingStep
 
 __all__ = [
@@ -28,10 +28,8 @@ __all__ = [
     "loop_training",
     "must_wake",
     "parts_of",
-    "refuse_own_groups",
     "resident_tensors",
     "unwrap_dataset",
-    "unwrap_model",
     "without_steps",
 ]
 
@@ -43,8 +41,10 @@ MakeBatch = Callable[..., Any]
 class Training:
     """Everything about the user's training that a calibration needs, however the training loop is written.
 
-    :param module: the model, not wrapped.
+    :param module: the model, not wrapped in DistributedDataParallel.
     :param step: runs one step of it.
+    :param model: the model as training calls it; None where that is `module` itself.
+    :param step_together: runs one step of `model`, which all ranks must run at once; None where that is `step`.
     :param collate: turns a CutSet into the batch that `step` takes.
     :param dataset: described in the fingerprint; its own state is kept.
     :param optimizers, schedulers, scalers, extras: whose state the trials must leave as it is.
@@ -61,6 +61,8 @@ class Training:
     collate: Callable[[CutSet], Any]
     dataset: Any
     optimizers: Sequence[torch.optim.Optimizer]
+    model: torch.nn.Module | None = None
+    step_together: TrainingStep | None = None
     schedulers: Sequence[Any] = ()
     scalers: Sequence[Any] = ()
     extras: Sequence[Any] = ()
@@ -179,6 +181,8 @@ def loop_training(
     return Training(
         module=module,
         step=LossStep(module, optimizers, training_step, scaler, accumulate_grad_batches),
+        model=model,
+        step_together=LossStep(model, optimizers, training_step, scaler, accumulate_grad_batches),
         collate=(lambda cuts: collate_fn(inner[cuts])) if collate_fn is not None else inner.__getitem__,
         dataset=inner,
         optimizers=optimizers,
@@ -194,28 +198,6 @@ def loop_training(
 
 def _listed(value: Any) -> list[Any]:
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]
-
-
-def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The module inside a DistributedDataParallel wrapper, or `model` itself.
-
-    :raises UnsupportedStrategyError: for a model whose single-rank trials would hang or mislead.
-    """
-    name = type(model).__name__
-    if isinstance(model, DistributedDataParallel):
-        if model.static_graph:
-            raise UnsupportedStrategyError(
-                "a DistributedDataParallel model with static_graph=True can't be calibrated: its first backward pass "
-                "must happen on all ranks at once; set static_graph=False, or bucket_batch_size to a list of sizes"
-            )
-        inner: torch.nn.Module = model.module
-        return inner
-    if "FullyShardedDataParallel" in name or name.startswith("FSDP") or "DeepSpeed" in name:
-        raise UnsupportedStrategyError(
-            f"a model wrapped in {name} can't be calibrated: its parameters are spread over ranks; "
-            f"set bucket_batch_size to a list of sizes"
-        )
-    return model
 
 
 def unwrap_dataset(dataset: Any, sampler: Any) -> tuple[Any, Any]:
@@ -340,22 +322,6 @@ def parts_of(dataset: Any, depth: int = 4) -> list[Any]:
     return found
 
 
-def refuse_own_groups(module: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse what would meet other ranks in a trial that one rank runs alone, and wait for them without end.
-
-    :raises UnsupportedStrategyError: naming the module or optimizer that holds a process group of several ranks.
-    """
-    holders = [*((f"module {name or '(root)'}", child) for name, child in module.named_modules())]
-    holders += [(f"optimizer {index}", optimizer) for index, optimizer in enumerate(optimizers)]
-    for name, holder in holders:
-        held = [value for value in vars(holder).values() if isinstance(value, torch.distributed.ProcessGroup)]
-        if type(holder).__name__ == "ZeroRedundancyOptimizer" or any(group.size() > 1 for group in held):
-            raise UnsupportedStrategyError(
-                f"{name} ({type(holder).__name__}) talks to other ranks through a process group of its own, so that "
-                f"one rank can't try steps alone; set bucket_batch_size to a list of sizes"
-            )
-
-
 def gradient_bytes(module: torch.nn.Module) -> int:
-    """What the gradients of all parameters take together."""
-    return sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    """What the gradients of all parameters take together, on this rank."""
+    return local_bytes(parameter for parameter in module.parameters() if parameter.requires_grad)

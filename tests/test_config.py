@@ -29,6 +29,7 @@ EXAMPLES: dict[str, Any] = {
     "max_batch_size": 512,
     "num_sample_cuts": 100,
     "num_soak_steps": 0,
+    "ranks": "shard",
     "heartbeat_timeout": 30.0,
     "calibration_timeout": 600.0,
     "progress": False,

@@ -190,25 +190,6 @@ def test_two_ranks_agree_on_the_profile_and_train_in_step(tmp_path: Path, synchr
     assert loaded[0][0] == first[0]
 
 
-def _static_graph(rank):
-    ddp = DistributedDataParallel(TinyModel(), static_graph=True)
-    optimizer, _ = tiny_optimizer(ddp)
-    calibrate(
-        tiny_sampler(),
-        TinyDataset(),
-        model=ddp,
-        optimizer=optimizer,
-        training_step=training_step,
-        memory_limit="6MiB",
-        cache=False,
-    )
-
-
-def test_a_static_graph_is_refused_on_every_rank():
-    found = run_ranks(_static_graph)
-    assert all("static_graph=True can't be calibrated" in text for _, text in found.values())
-
-
 def _unfit(rank):
     ddp = DistributedDataParallel(TinyModel())
     optimizer, _ = tiny_optimizer(ddp)
