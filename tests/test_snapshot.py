@@ -14,8 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_models import GrowingPositions, SpeechModel, Step, batch_of, seed_everything
+from tiny_asr import TinyDataset, TinyModel, tiny_cuts, tiny_optimizer, tiny_sampler, train, training_step
 from torch import nn
 
+from lhotse_oomfit import calibrate
 from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError
 from lhotse_oomfit.snapshot import Snapshot, leave_no_trace
 
@@ -157,6 +159,30 @@ def test_without_a_step_no_parameter_and_no_optimizer_state_is_copied(monkeypatc
     assert not large & set(copied)
     training.snapshot(parameters=True)
     assert large <= set(copied)
+
+
+def test_a_calibration_copies_parameters_only_if_the_optimizer_has_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[bool] = []
+    original = Snapshot.take
+
+    def take(model: nn.Module, *args: Any, parameters: bool = True, **kwargs: Any) -> Snapshot:
+        if isinstance(model, TinyModel):
+            taken.append(parameters)
+        return original(model, *args, parameters=parameters, **kwargs)
+
+    model = TinyModel()
+    optimizer, scheduler = tiny_optimizer(model)
+    dataset, sampler = TinyDataset(), tiny_sampler()
+    calibration = {
+        "model": model, "optimizer": optimizer, "scheduler": scheduler, "training_step": training_step,
+        "memory_limit": "64MiB", "max_batch_size": 2, "cache": False, "progress": False,
+    }  # fmt: skip
+    monkeypatch.setattr(Snapshot, "take", take)
+    calibrate(sampler, dataset, **calibration)
+    assert taken == [True]
+    train(model, optimizer, scheduler, [dataset[tiny_cuts(2)]])  # now the optimizer's state is there
+    calibrate(tiny_sampler(), dataset, **calibration)
+    assert taken == [True, False]
 
 
 def test_a_parameter_that_changes_without_a_copy_is_reported_and_all_else_restored() -> None:
