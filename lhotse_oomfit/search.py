@@ -13,6 +13,11 @@ in ``(1, T, U, T·U, T²)``, T the input and U the output length: convolutions a
 the joiner of a transducer and cross-attention with T·U, self-attention with T². So a few cheap probes at about a
 tenth of the expected size fit the polynomial (non-negative least squares in relative error: an unconstrained fit goes
 negative and predicts absurd sizes), and one step per bucket at the predicted size verifies it.
+
+Where a real out-of-memory error must not happen, a ``cautious`` search asks for no size that could exceed what the
+memory holds: within a bucket the peak over the size never rises, which bounds larger sizes by smaller ones, and across
+buckets no polynomial that agrees with what was measured may exceed it. In ``mode="fast"`` a fifth of the buckets are
+measured, and the same bounds give the sizes of the others.
 """
 
 from __future__ import annotations
@@ -23,10 +28,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-from scipy.optimize import nnls
-
 from lhotse_oomfit.errors import InvalidArgumentError
+from lhotse_oomfit.peak_model import BucketShape, PeakModel, chord_at
+from lhotse_oomfit.probe_order import anchors, corners, heaviest_first, is_2d, spread_out
 
 __all__ = ["BucketShape", "Probe", "Search"]
 
@@ -53,27 +57,17 @@ _INTERPOLATED = 0.03
 promises: within so little of a measured point the peak is affine to a fraction of a percent."""
 _CHORD_TRUST = 0.8
 """While few buckets are measured, a prediction below this share of the chord between its neighbours is not believed."""
-_FEW_BUCKETS = 10
-"""Up to so many buckets the middle one isn't probed apart: correcting a prediction costs no more than preventing it."""
-_ANCHOR_WEIGHT = 0.2
-"""Weight in the fit of an observation below half the room, against one above it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BucketShape:
-    """The worst case of a bucket: input length (any unit, seconds as a rule) and output length (tokens, or 0)."""
-
-    input_len: float
-    output_len: int = 0
-
-    def features(self) -> tuple[float, float, float, float, float]:
-        """The monomials ``(1, T, U, T·U, T²)`` of the bytes per example."""
-        t, u = self.input_len, float(self.output_len)
-        return (1.0, t, u, t * u, t * t)
-
-    def dominates(self, other: BucketShape) -> bool:
-        """Whether every example that fits in `other` also fits in this shape."""
-        return self.input_len >= other.input_len and self.output_len >= other.output_len
+_SPREAD, _SPREAD_FACTOR = 0.03, 1.25
+"""Relative deviation of a bucket from the polynomial that a cautious search reckons with: at least, and as a multiple
+of the largest one seen."""
+_PREDICTED_MARGIN, _PREDICTED_FACTOR = 0.01, 1.25
+"""Relative margin of a predicted size: at least, and as a multiple of the largest deviation among the measured ones."""
+_FAST_SHARE = 0.2
+"""Share of the buckets that a fast search measures."""
+_FAST_INSIDE = 5
+"""Besides the corners it measures at least so many."""
+_FAST_DEVIATION = 0.05
+"""Where measured buckets deviate from the model by more, a fast search measures as many again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +93,9 @@ class Search:
     """Finds the largest size of each bucket whose peak stays inside the budget.
 
     Sizes never grow with length: a bucket whose shape dominates another's never gets a larger size. No size is
-    returned that is larger than one that ran.
+    returned that is larger than one that ran, but predicted ones in fast mode.
+
+    Observations of an earlier search, told in their order before the first :meth:`ask`, put this one where that was.
 
     :param shapes: the worst case of each bucket.
     :param budget_bytes: the peak that must not be exceeded.
@@ -110,7 +106,11 @@ class Search:
         the budget itself and not below it.
     :param max_size: no size above this one.
     :param tolerance: a size is good enough if at most this share below what the measurements promise.
-    :raises InvalidArgumentError: without buckets, or if nothing is left of the budget.
+    :param cautious: ask only for sizes that surely stay within the budget and the headroom, beyond the two examples
+        that the search begins with. It takes about two steps per bucket without headroom.
+    :param mode: ``"verify"`` runs every bucket at its size; ``"fast"`` runs about a fifth of them, spread over all
+        lengths, and predicts the others with a margin.
+    :raises InvalidArgumentError: without buckets, if nothing is left of the budget, or for another mode.
     """
 
     def __init__(
@@ -123,11 +123,15 @@ class Search:
         headroom_bytes: int = 0,
         max_size: int = 1 << 20,
         tolerance: float = 0.025,
+        cautious: bool = False,
+        mode: Literal["verify", "fast"] = "verify",
     ) -> None:
         if not shapes:
             raise InvalidArgumentError("shapes must name at least one bucket, got none")
         if max_size < 1:
             raise InvalidArgumentError(f"max_size must be at least 1, got {max_size}")
+        if mode not in ("verify", "fast"):
+            raise InvalidArgumentError(f"mode must be 'verify' or 'fast', it is {mode!r}")
         if budget_bytes <= resident_bytes:
             raise InvalidArgumentError(
                 f"budget_bytes must exceed the {resident_bytes} bytes that are allocated before a step begins, "
@@ -137,7 +141,10 @@ class Search:
         self.budget_bytes = budget_bytes
         self.resident_bytes = resident_bytes
         self.gradient_bytes = gradient_bytes
-        self._is_2d = len({shape.input_len for shape in shapes}) < len(shapes)
+        self.headroom_bytes = headroom_bytes
+        self.cautious = cautious
+        self.mode = mode
+        self._is_2d = is_2d(shapes)
         # How far a step may go over the budget at no more cost than that of a wasted one.
         self._tolerable = 1.0 + min(0.8 * headroom_bytes / budget_bytes, 0.25)
         self._has_headroom = headroom_bytes > 2 * _INTERPOLATED * budget_bytes
@@ -145,36 +152,33 @@ class Search:
         self.tolerance = tolerance
         self.num_probes = 0
         self._buckets = [_Bucket(fails=max_size + 1) for _ in shapes]
-        self._features = np.array([shape.features() for shape in shapes])
-        self._heaviest_first = sorted(range(len(shapes)), key=lambda k: (-self._weight(k), k))
-        self._anchors = self._choose_anchors()
+        self._heaviest_first = heaviest_first(shapes)
+        self._lighter = [[j for j, other in enumerate(shapes) if shape.dominates(other)] for shape in shapes]
+        self._anchors = anchors(shapes)
         # The anchors first: between verified extremes the model interpolates.
         self._verify_order = list(dict.fromkeys([*self._anchors, *self._heaviest_first]))
+        self._num_verified = len(shapes)  # so many of that order are run
+        if cautious or mode == "fast":
+            self._verify_order = spread_out(shapes)
+        if cautious:
+            self._anchors = self._anchors[:1]
+        if mode == "fast":
+            few = math.ceil(_FAST_SHARE * len(shapes))
+            self._num_verified = min(max(few, len(corners(shapes)) + _FAST_INSIDE), len(shapes))
         self._overhead = 1.0  # charged over peak bytes, as seen near the budget
         self._error = _UNCERTAINTY_START  # relative error of the latest predictions, older ones fading
-        self._num_near_full = 0  # observations that used _near_full_bytes() or more
-        self._constant_bytes = 0.0
-        self._slopes: np.ndarray | None = None
-
-    @property
-    def first_probe(self) -> Probe:
-        """The probe to begin with: the heaviest bucket at a tiny size."""
-        return Probe(bucket=self._heaviest_first[0], size=min(_FIRST_SIZE, self.max_size), purpose="anchor")
+        self._model = PeakModel(shapes)
+        self._predicted: dict[int, int] = {}  # by the present model
 
     def ask(self) -> Probe | None:
         """The next step to run, or None when every bucket is settled."""
-        if self._slopes is None:
-            heaviest = self._buckets[self._heaviest_first[0]]
-            if heaviest.fails == heaviest.fits + 1:
-                # Not even one example of the heaviest bucket gave a peak: learn from the next heaviest.
-                return self._first_of_the_others()
-            first = self.first_probe
-            return Probe(bucket=first.bucket, size=min(first.size, heaviest.fails - 1), purpose="anchor")
+        if self._model.slopes is None:
+            return self._first_probe()
         for k in self._anchors:
             size = self._anchor_size(k)
             if size is not None:
                 return Probe(bucket=k, size=size, purpose="anchor")
-        for k in self._verify_order:
+        for k in self._verify_order[: self._num_verified]:
             size = self._verify_size(k)
             if size is not None:
                 return Probe(bucket=k, size=size, purpose="verify")
@@ -189,6 +193,12 @@ class Search:
         :param charged_bytes: the bytes to hold against the budget, where they are more than `peak_bytes`
             (an allocator reserves more than it hands out).
         """
+        self._enter(probe, peak_bytes, charged_bytes)
+        while self._num_verified < len(self.shapes) and self.ask() is None and not self._is_model_good():
+            more = math.ceil(_FAST_SHARE * len(self.shapes))
+            self._num_verified = min(self._num_verified + more, len(self.shapes))
+
+    def _enter(self, probe: Probe, peak_bytes: int | None, charged_bytes: int | None) -> None:
         self.num_probes += 1
         bucket = self._buckets[probe.bucket]
         if peak_bytes is None:
@@ -196,10 +206,11 @@ class Search:
             bucket.num_blind_failures += 1
             return
         charged_bytes = max(peak_bytes, charged_bytes or 0)
-        if probe.purpose == "verify" and self._slopes is not None and self._own_slope(probe.bucket) is None:
+        is_near_full = peak_bytes - self.resident_bytes > self._near_full_bytes()
+        # Before the first of these, errors say how far the anchors were off, not how far the model is now.
+        if is_near_full and self._model.num_near_full and self._own_slope(probe.bucket) is None:
             error = abs(self.predict_bytes(probe.bucket, probe.size) / peak_bytes - 1.0)
-            if self._num_near_full:  # before, it says how far the anchors were off, not how far the model is now
-                self._error = max(self._error / 2, min(error, _UNCERTAINTY_MAX))
+            self._error = max(self._error / 2, min(error, _UNCERTAINTY_MAX))
         if charged_bytes > self.budget_bytes // 2:
             self._overhead = max(self._overhead, charged_bytes / peak_bytes)
         bucket.peaks[probe.size] = peak_bytes
@@ -209,19 +220,22 @@ class Search:
             return
         bucket.fails = min(bucket.fails, probe.size)
         is_affine = self._knee_bytes() < (self.budget_bytes - self.resident_bytes) / 2
-        if is_affine and self._num_near_full > 1 and charged_bytes <= self.budget_bytes * (1.0 + _INTERPOLATED):
-            slope = max(peak_bytes - self.resident_bytes - self._constant_bytes, 1.0) / probe.size
+        if is_affine and self._model.num_near_full > 1 and charged_bytes <= self.budget_bytes * (1.0 + _INTERPOLATED):
+            slope = max(peak_bytes - self.resident_bytes - self._model.constant_bytes, 1.0) / probe.size
             bucket.fits = max(bucket.fits, min(math.floor(self._room(_UNCERTAINTY_MIN) / slope), probe.size - 1))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The largest verified size of each bucket, made monotone; 0 where not even one example fits."""
-        found = [bucket.fits for bucket in self._buckets]
-        lighter = [
-            [found[j] for j, other in enumerate(self.shapes) if found[j] > 0 and shape.dominates(other)]
-            for shape in self.shapes
-        ]
-        return tuple(min([size, *sizes]) for size, sizes in zip(found, lighter, strict=True))
+        """The largest verified (or predicted) size of each bucket, made monotone; 0 where not even one example fits."""
+        found = [self._predicted_size(k) if self.is_predicted(k) else b.fits for k, b in enumerate(self._buckets)]
+        return tuple(
+            min([size, *(found[j] for j in lighter if found[j] > 0)])
+            for size, lighter in zip(found, self._lighter, strict=True)
+        )
+
+    def is_predicted(self, bucket: int) -> bool:
+        """Whether the size of `bucket` is only predicted: no step of it runs, by what is known now."""
+        return bucket in self._verify_order[self._num_verified :]
 
     def largest_fit(self, bucket: int) -> int:
         """The largest size of `bucket` that ran inside the budget so far; 0 while none did."""
@@ -229,12 +243,14 @@ class Search:
 
     def predict_bytes(self, bucket: int, size: int) -> float:
         """The peak that the model expects of a step with `size` examples of `bucket`."""
-        return self.resident_bytes + self._constant_bytes + self._slope(bucket) * size
+        return self.resident_bytes + self._model.constant_bytes + self._slope(bucket) * size
 
     def is_settled(self, bucket: int) -> bool:
         """Whether `bucket` needs no further probe, as far as is known now."""
-        if self._slopes is None:
+        if self._model.slopes is None:
             return self._buckets[bucket].fails == 1
+        if self.is_predicted(bucket):
+            return self.ask() is None
         return all(self._anchor_size(k) is None for k in self._anchors) and self._verify_size(bucket) is None
 
     def lower(self, bucket: int, size: int) -> None:
@@ -245,27 +261,8 @@ class Search:
 
     # What to try next
 
-    def _weight(self, k: int) -> float:
-        t, u = self.shapes[k].input_len, self.shapes[k].output_len
-        return (1.0 + t) * (1.0 + u / 1000.0)
-
-    def _choose_anchors(self) -> list[int]:
-        """The heaviest and lightest buckets, one in the middle, and in 2D the other two corners: enough to tell the
-        five monomials apart, and few."""
-        order = self._heaviest_first
-        anchors = [order[0], order[-1]]
-        if len(order) > _FEW_BUCKETS:
-            middle = (self.shapes[order[0]].input_len + self.shapes[order[-1]].input_len) / 2
-            anchors.append(min(order, key=lambda k: abs(self.shapes[k].input_len - middle)))
-        if self._is_2d:
-            longest = max(shape.input_len for shape in self.shapes)
-            shortest = min(shape.input_len for shape in self.shapes)
-            for length, pick in ((longest, min), (shortest, max)):
-                row = [k for k in order if self.shapes[k].input_len == length]
-                anchors.append(pick(row, key=lambda k: self.shapes[k].output_len))
-        return list(dict.fromkeys(anchors))
-
-    def _first_of_the_others(self) -> Probe | None:
+    def _first_probe(self) -> Probe | None:
+        """The heaviest bucket at a tiny size; the next heaviest where not even one example of it gave a peak."""
         for k in self._heaviest_first:
             bucket = self._buckets[k]
             if bucket.fails > bucket.fits + 1:
@@ -287,6 +284,8 @@ class Search:
         if largest_seen:  # below the knee all the same: the bound was loose, so be bolder
             size = max(size, 2 * largest_seen)
         size = min(size, math.floor(0.95 * room / self._slope_at_most(k)), bucket.fails - 1, self.max_size)
+        if self.cautious:
+            size = self._made_safe(k, size)
         return size if size > largest_seen else None
 
     def _knee_bytes(self) -> float:
@@ -310,7 +309,7 @@ class Search:
         for j, bucket in enumerate(self._buckets):
             if not bucket.peaks:
                 continue
-            slope = min(max(peak - self.resident_bytes, 1) / size for size, peak in bucket.peaks.items())
+            slope = self._largest_slope(j)
             if j == k:
                 return slope
             ours, theirs = self.shapes[k], self.shapes[j]
@@ -332,17 +331,21 @@ class Search:
         if bucket.fails - bucket.fits <= 1:
             return None
         slope, chord = self._slope(k), self._chord(k)
+        if self.cautious and bucket.peaks:  # no anchors: the model may know no better than what this bucket showed
+            slope = min(slope, self._largest_slope(k))
         if slope < _CHORD_TRUST * chord:
             slope = chord / self._tolerable
         promised = self._room(self._uncertainty(k)) / slope
         promised = min(promised, float(_MAX_GROWTH * max(self._largest_equivalent(k), 1.0)), float(self.max_size))
-        if bucket.fits and not self._num_near_full and self._used(k) < _KNEE_GRADIENTS * self.gradient_bytes:
+        if bucket.fits and not self._model.num_near_full and self._used(k) < _KNEE_GRADIENTS * self.gradient_bytes:
             # Gradients hide what the examples take. What is safe for sure would creep up on the size, or stop short.
             promised = max(promised, self._bold_growth(k) * bucket.fits)
         if promised >= bucket.fails or (bucket.num_blind_failures and self._own_slope(k) is None):
             # The model is off here: trust it for a direction only.
             low, high = max(bucket.fits, 1), bucket.fails
             promised = min(promised, math.sqrt(low * high) if high > 2 * low else (low + high) / 2)
+        if self.cautious:
+            promised = self._made_safe(k, math.floor(promised))
         size = min(max(math.floor(promised), 1), bucket.fails - 1)
         if bucket.fits and size - bucket.fits <= self.tolerance * bucket.fits:
             return None
@@ -353,32 +356,65 @@ class Search:
     def _room(self, uncertainty: float = 0.0) -> float:
         """Bytes left for examples: the budget, less what is resident, constant, overhead or uncertain."""
         usable = self.budget_bytes / self._overhead / (1.0 + uncertainty)
-        return max(usable - self.resident_bytes - self._constant_bytes, 1.0)
+        return max(usable - self.resident_bytes - self._model.constant_bytes, 1.0)
+
+    def _largest_slope(self, k: int) -> float:
+        """What each further example of bucket `k` takes at most: the peak over the size never rises, being the largest
+        of several affine functions with constants that aren't negative. Infinite while nothing ran."""
+        peaks = self._buckets[k].peaks
+        return min((max(peak - self.resident_bytes, 1) / size for size, peak in peaks.items()), default=math.inf)
+
+    def _made_safe(self, k: int, size: int) -> int:
+        """`size`, or the largest that stays within the budget and the headroom whatever the model says."""
+        room = (self.budget_bytes + self.headroom_bytes) / self._overhead - self.resident_bytes
+        own = math.floor(room / self._largest_slope(k) / (1.0 + _UNCERTAINTY_MIN))
+        if own >= size or self._own_slope(k) is not None:
+            return min(own, size)
+        spread = max(_SPREAD, _SPREAD_FACTOR * self._deviation())
+        return min(max(own, math.floor(self._model.bounded_size(k, room=room, spread=spread))), size)
+
+    def _predicted_size(self, k: int) -> int:
+        """The size of a bucket that isn't run: by the model, with a margin, and by all models that may be true."""
+        if self._model.slopes is None:
+            return 0
+        if k not in self._predicted:
+            deviation = self._deviation()
+            room = self.budget_bytes / self._overhead - self.resident_bytes
+            promised = self._room(max(_PREDICTED_MARGIN, _PREDICTED_FACTOR * deviation)) / self._slope(k)
+            self._predicted[k] = math.floor(
+                min(promised, self._model.bounded_size(k, room=room, spread=deviation), self.max_size)
+            )
+        return min(self._predicted[k], self._buckets[k].fails - 1)
+
+    def _deviation(self) -> float:
+        """The largest relative deviation from the model among buckets that were measured near full."""
+        own = {k: slope for k in range(len(self.shapes)) if (slope := self._own_slope(k)) is not None}
+        if self._model.slopes is None or not own:
+            return 0.0
+        return max(abs(float(self._model.slopes[k]) / slope - 1.0) for k, slope in own.items())
+
+    def _is_model_good(self) -> bool:
+        return self._deviation() <= _FAST_DEVIATION and all(
+            self._predicted_size(k) > 0 for k in self._verify_order[self._num_verified :]
+        )
 
     def _uncertainty(self, k: int) -> float:
         """Relative error to grant to the prediction for bucket `k`."""
-        if self._own_slope(k) is not None or (self._has_headroom and self._num_near_full):
+        if self._own_slope(k) is not None or (self._has_headroom and self._model.num_near_full):
             return _UNCERTAINTY_MIN
         return min(max(self._error, _UNCERTAINTY_MIN), _UNCERTAINTY_MAX)
 
     def _chord(self, k: int) -> float:
         """A bound on the bytes per example of bucket `k` while few buckets are measured; 0 later, and in 2D.
 
-        Polynomials with non-negative coefficients are convex: between two measured lengths they lie below the chord.
         With so few points the fit may take linear growth for quadratic, and so lie far too low in the middle.
         """
         if self._used(k) > 0.25 * (self.budget_bytes - self.resident_bytes) or self._is_2d:
             return 0.0
-        length = self.shapes[k].input_len
-        known = sorted(
-            (shape.input_len, slope) for j, shape in enumerate(self.shapes) if (slope := self._own_slope(j)) is not None
-        )
-        left = [point for point in known if point[0] < length]
-        right = [point for point in known if point[0] > length]
-        if not left or not right or len(known) > 3:
+        own = {j: slope for j in range(len(self.shapes)) if (slope := self._own_slope(j)) is not None}
+        if len(own) > 3:
             return 0.0
-        (t0, s0), (t1, s1) = left[-1], right[0]
-        return s0 + (s1 - s0) * (length - t0) / (t1 - t0)
+        return chord_at(self.shapes[k].input_len, [(self.shapes[j].input_len, slope) for j, slope in own.items()])
 
     def _bold_growth(self, k: int) -> float:
         """How much larger the next size may be where gradients hide what examples take: more while little showed."""
@@ -389,7 +425,7 @@ class Search:
     def _used(self, k: int) -> float:
         """What the largest step of bucket `k` used beyond the resident and constant bytes; 0 if none ran."""
         peaks = self._buckets[k].peaks
-        return peaks[max(peaks)] - self.resident_bytes - self._constant_bytes if peaks else 0.0
+        return peaks[max(peaks)] - self.resident_bytes - self._model.constant_bytes if peaks else 0.0
 
     def _own_slope(self, k: int) -> float | None:
         """Bytes per example by the bucket's own largest measurement, if that was near full."""
@@ -401,27 +437,14 @@ class Search:
         own = self._own_slope(k)
         if own is not None:
             return own
-        return max(float(self._slopes[k]), 1.0) if self._slopes is not None else 1.0
+        return max(float(self._model.slopes[k]), 1.0) if self._model.slopes is not None else 1.0
 
     def _fit(self) -> None:
-        """Non-negative least squares of ``peak - resident = constant + size · (features · coefficients)``, in error
-        relative to the peak, over the observations beyond the knee; those near the budget count most."""
-        rows = [(k, size, peak) for k, bucket in enumerate(self._buckets) for size, peak in bucket.peaks.items()]
-        used = np.array([max(peak - self.resident_bytes, 1) for _, _, peak in rows], dtype=float)
-        beyond = used >= self._knee_bytes()
-        keep = beyond if beyond.any() else np.ones_like(beyond)
-        near_full = used > self._near_full_bytes()
-        self._num_near_full = int(near_full.sum())
-        weights = np.where(near_full, 1.0, _ANCHOR_WEIGHT) / np.array([peak for _, _, peak in rows])
-        design = np.array([np.concatenate(([1.0], size * self._features[k])) for k, size, _ in rows])
-        design, used, weights = design[keep], used[keep], weights[keep]
-        scale = np.maximum(design.max(axis=0), 1e-12)
-        solution, _ = nnls(design / scale * weights[:, None], used * weights)
-        coefficients = solution / scale
-        most = _CONSTANT_GRADIENTS * self.gradient_bytes
-        if self._num_near_full < 2 and coefficients[0] > most:
-            solution, _ = nnls(design[:, 1:] / scale[1:] * weights[:, None], np.maximum(used - most, 1.0) * weights)
-            coefficients = np.concatenate(([most], solution / scale[1:]))
-        self._constant_bytes = float(coefficients[0])
-        self._slopes = self._features @ coefficients[1:]
-        logger.debug("memory model: constant %.0f bytes, coefficients %s", coefficients[0], coefficients[1:])
+        self._predicted.clear()
+        self._model.fit(
+            [(k, size, peak) for k, bucket in enumerate(self._buckets) for size, peak in bucket.peaks.items()],
+            resident_bytes=self.resident_bytes,
+            knee_bytes=self._knee_bytes(),
+            near_full_bytes=self._near_full_bytes(),
+            most_constant=_CONSTANT_GRADIENTS * self.gradient_bytes,
+        )
