@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from lhotse_oomfit.errors import InvalidArgumentError, UnsupportedStrategyError
 from lhotse_oomfit.fit import CalibrationOptions, calibrate_training
+from lhotse_oomfit.late_memory import LateMemory
 from lhotse_oomfit.lightning_step import (
     LightningStep,
     TrainingStepFunction,
@@ -124,6 +125,8 @@ class BucketBatchSizeFinder(pl.Callback):
         self._is_early = False  # whether there is no optimizer yet
         self._was_set_up_early = False
         self._uninstall: Callable[[], None] | None = None
+        self._late_memory: LateMemory | None = None
+        self._first_step: int | None = None  # Lightning's count of steps when training started
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stand in for the strategy's ``process_dataloader`` while training data is set up.
@@ -138,6 +141,8 @@ class BucketBatchSizeFinder(pl.Callback):
         self._sampler = None
         self._holds_position = True
         self._trainer = trainer
+        self._late_memory = None
+        self._first_step = None
         self._remove()
         loop, strategy = trainer.fit_loop, trainer.strategy
         setup_data, process_dataloader = loop.setup_data, strategy.process_dataloader
@@ -185,10 +190,17 @@ class BucketBatchSizeFinder(pl.Callback):
         if self._set_epoch is not None:
             self._set_epoch(trainer.fit_loop.epoch_progress.current.processed)
 
-    def on_train_batch_start(self, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Note where Lightning's count of batches stands when the epoch begins."""
-        if self._num_processed_before is None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
+        """Note where Lightning's count of batches stands when the epoch begins; look for memory that appeared late."""
+        starts_epoch = self._num_processed_before is None
+        if starts_epoch:
             self._num_processed_before = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        if self._first_step is None:
+            self._first_step = trainer.global_step
+        if self._late_memory is not None:
+            if starts_epoch:  # other callbacks unfreeze when an epoch starts
+                self._late_memory.check_frozen()
+            self._late_memory.after(trainer.global_step - self._first_step, batch)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Only the first epoch after a resume begins in its middle."""
@@ -227,6 +239,7 @@ class BucketBatchSizeFinder(pl.Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Give the trainer its own methods back."""
         self._remove()
+        self._late_memory = None
 
     def _remove(self) -> None:
         if self._uninstall is not None:
@@ -309,6 +322,10 @@ class BucketBatchSizeFinder(pl.Callback):
                         "in __init__, setup or on_fit_start"
                     )
                 raise
+        if self._late_memory is None:
+            self._late_memory = LateMemory(
+                training, budget_bytes=self.profile.budget_bytes, reserve=self.options.reserve
+            )
 
     def _find(self, sampler: CalibratedBucketingSampler, training: Training) -> Profile:
         return calibrate_training(sampler, training, self.options, known=self.profile)

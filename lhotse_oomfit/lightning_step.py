@@ -11,7 +11,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lhotse_oomfit.errors import UnsupportedStrategyError
-from lhotse_oomfit.training import check_gradients, check_loss, hold_gradients, unwrap_model, without_steps
+from lhotse_oomfit.strategies import unwrap_model
+from lhotse_oomfit.training import check_gradients, check_loss, hold_gradients, without_steps
 
 try:
     import lightning.pytorch as pl
