@@ -378,6 +378,16 @@ def test_a_real_bug_is_raised_as_it_is_with_a_note() -> None:
         assert bug.__notes__ == ["raised by a trial step with 17 examples of bucket 3"]
 
 
+def test_before_python_3_11_the_bucket_and_size_of_a_bug_are_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "version_info", (3, 10, 14))
+    with pytest.raises(ValueError, match="a bug") as caught:
+        runner_for(raising("a bug\nand more", ValueError)).run(3, 17)
+    assert caplog.messages == ["raised by a trial step with 17 examples of bucket 3: a bug"]
+    assert not hasattr(caught.value, "__notes__")
+
+
 def test_a_bug_while_the_batch_is_built_is_raised_too() -> None:
     def make_batch(bucket: int, size: int) -> Any:
         raise KeyError("audio")

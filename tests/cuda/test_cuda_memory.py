@@ -52,6 +52,23 @@ def test_seconds_are_the_cards(card: MemoryBackend) -> None:
     assert usage() == usage()
 
 
+def test_seconds_of_a_trial_leave_out_the_time_that_building_its_batch_takes(card: MemoryBackend) -> None:
+    class Sleeping:
+        def forward_backward(self, batch: torch.Tensor) -> None:
+            torch.cuda._sleep(int(1e8))
+
+        def optimizer_step(self) -> None: ...
+
+        def zero_grad(self) -> None: ...
+
+    def make_batch(bucket: int, size: int) -> torch.Tensor:
+        torch.cuda._sleep(int(4e9))  # about two seconds
+        return zeros(size)
+
+    runner = TrialRunner(step=Sleeping(), memory=card, make_batch=make_batch)
+    assert 0.02 < runner.run(0, 4).usage.seconds < 0.6
+
+
 def test_a_failed_allocation_counts_as_out_of_memory_and_a_late_one_as_a_retry(card: MemoryBackend) -> None:
     limit_bytes = torch.cuda.memory_reserved() + 256 * MIB
     with card.cap(limit_bytes):

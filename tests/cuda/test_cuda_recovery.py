@@ -79,7 +79,7 @@ class GreedyOptimizer(torch.optim.SGD):
 
 class Step:
     def __init__(self, model: nn.Module, forward: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
-        self.model, self.forward = model, forward or model
+        self.model, self.forward = model, model if forward is None else forward
         self.optimizer = GreedyOptimizer(model.parameters(), lr=1e-3, momentum=0.9)
 
     def forward_backward(self, batch: torch.Tensor) -> None:
@@ -259,6 +259,7 @@ FULL_CARD = """
     trial = runner.run(0, 2)
     print(trial.status, trial.error)
     kept.clear()
+    card.release()
     print(runner.run(0, 2).status, out[0, 0].item())
 """
 
