@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -14,6 +16,7 @@ from lhotse_oomfit.errors import BucketDoesNotFitError, CalibrationError, Unsupp
 from lhotse_oomfit.memory import MemoryBackend
 from lhotse_oomfit.profile import BucketProfile, format_bytes
 from lhotse_oomfit.search import BucketShape, Probe, Search
+from lhotse_oomfit.throughput import choose_sizes, typical_seconds
 from lhotse_oomfit.trial import TrainingStep, Trial, TrialRunner, Verdict, judge
 
 __all__ = ["MeasuredBucket", "Measurement", "measure_sizes", "refuse_unfit", "wake_optimizers"]
@@ -22,13 +25,16 @@ logger = logging.getLogger(__name__)
 
 _SOAK_SHRINK = 0.97
 """An offender of the soak loses this share of its size, at least one example."""
+_FAST_SOAK_SHARE = 0.2
+"""Share of the buckets in a pass of the soak in fast mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredBucket:
     """What is known of one bucket so far: the largest size that fits, its peak and step time, the trials it took.
 
-    ``size`` is 0 while nothing fits; ``settled`` says whether the search is done with it.
+    ``size`` is 0 while nothing fits; ``verified`` says whether a step ran at this size or a slightly larger one, else
+    it is only predicted; ``settled`` says whether the search is done with it.
     """
 
     size: int = 0
@@ -36,6 +42,7 @@ class MeasuredBucket:
     step_s: float | None = None
     num_trials: int = 0
     num_ooms: int = 0
+    verified: bool = True
     settled: bool = False
 
 
@@ -57,7 +64,7 @@ class Measurement:
                 size=bucket.size,
                 input_len=shape.input_len,
                 output_len=output_len,
-                verified=True,
+                verified=bucket.verified,
                 peak_bytes=bucket.peak_bytes,
                 step_s=bucket.step_s,
                 num_trials=bucket.num_trials,
@@ -116,6 +123,9 @@ def measure_sizes(
     headroom_bytes: int = 0,
     max_size: int,
     num_soak_steps: int = 0,
+    mode: Literal["verify", "fast"] = "verify",
+    objective: Literal["memory", "throughput"] = "memory",
+    throughput_share: float = 0.02,
     cautious: bool = False,
     earlier: Sequence[Trial] = (),
     on_trial: Callable[[Trial, MeasuredBucket], None] | None = None,
@@ -133,7 +143,13 @@ def measure_sizes(
     :param max_size: no size above this one.
     :param num_soak_steps: after the search, at most so many steps at full size in shuffled order under a hard cap at
         the budget, without emptying the allocator's cache in between, as training runs. Offenders shrink, until a pass
-        over all buckets (the second at the earliest) has none.
+        over all buckets (the second at the earliest) has none. In fast mode a pass has a fifth of the buckets, drawn
+        anew, and the first may be the last.
+    :param mode: ``"verify"`` runs a step at every bucket's size, ``"fast"`` for about a fifth of them, and predicts the
+        others.
+    :param objective: ``"memory"`` for the largest sizes, ``"throughput"`` for the smallest that train nearly as fast,
+        which takes two to four steps more per bucket. Ranks that measure together must see the same seconds.
+    :param throughput_share: how much of the largest size's examples per second may be lost to a smaller size.
     :param cautious: approach sizes from below, since a step that runs out of memory would end the job.
     :param earlier: trials of an earlier job, which needn't be run again.
     :param on_trial: called after each trial with it and what is then known of its bucket.
@@ -155,12 +171,15 @@ def measure_sizes(
         headroom_bytes=headroom_bytes,
         max_size=max_size,
         cautious=cautious,
+        mode=mode,
     )
     book = _Book(search, len(shapes))
     for trial in earlier:
         book.remember(trial)
         _tell(search, Probe(bucket=trial.bucket, size=trial.size, purpose="verify"), trial)
     _search(search, runner, memory, book, on_trial)
+    if objective == "throughput" and all(search.sizes):
+        _choose(search, runner, memory, throughput_share, book, on_trial)
     num_trials = book.num_trials
     if num_soak_steps and all(search.sizes):
         _soak(search, runner, memory, budget_bytes, num_soak_steps, book, on_trial)
@@ -224,6 +243,37 @@ def _tell(search: Search, probe: Probe, trial: Trial) -> None:
         search.tell(probe, peak_bytes=None)
 
 
+def _choose(
+    search: Search,
+    runner: TrialRunner,
+    memory: MemoryBackend,
+    share: float,
+    book: _Book,
+    on_trial: Callable[[Trial, MeasuredBucket], None] | None,
+) -> None:
+    """Lower the sizes to the smallest that train nearly as fast."""
+    plan = choose_sizes(search.shapes, search.sizes, book.times(), share=share)
+    seconds: float | None = None
+    while True:
+        try:
+            k, size = plan.send(seconds)
+        except StopIteration as end:
+            chosen: tuple[int, ...] = end.value
+            break
+        trial = runner.run(k, size, release=False)
+        book.enter(trial)
+        if trial.status == "fits":
+            seconds = trial.usage.seconds
+        else:
+            seconds = None
+            search.lower(k, size)
+        if on_trial is not None:
+            on_trial(trial, book.bucket(k, search.sizes[k]))
+    for k, size in enumerate(chosen):
+        search.lower(k, size + 1)
+    memory.release()
+
+
 def _soak(
     search: Search,
     runner: TrialRunner,
@@ -234,14 +284,16 @@ def _soak(
     on_trial: Callable[[Trial, MeasuredBucket], None] | None,
 ) -> None:
     rng = random.Random(0)
+    num_buckets = len(search.shapes)
+    # The first pass begins with an empty cache, so it takes a second clean one to show that sizes hold.
+    num_in_pass, least_passes = num_buckets, 2
+    if search.mode == "fast":
+        num_in_pass, least_passes = math.ceil(_FAST_SOAK_SHARE * num_buckets), 1
     num_passes, num_offenders = 0, 0
     with memory.cap(budget_bytes):
-        # The first pass begins with an empty cache, so it takes a second clean one to show that sizes hold.
-        while num_passes < 2 or num_offenders:
+        while num_passes < least_passes or num_offenders:
             num_passes, num_offenders = num_passes + 1, 0
-            order = list(range(len(search.shapes)))
-            rng.shuffle(order)
-            for k in order:
+            for k in rng.sample(range(num_buckets), num_in_pass):
                 if num_steps == 0:
                     memory.release()
                     return
@@ -274,45 +326,59 @@ class _Book:
         self._search = search
         self._trials: list[list[Trial]] = [[] for _ in range(num_buckets)]
         self._earlier: list[list[Trial]] = [[] for _ in range(num_buckets)]
-        self._soak_ooms = 0
+        self._soaked: list[list[Trial]] = [[] for _ in range(num_buckets)]
         self.num_trials = 0
         self.num_retries = 0
 
     @property
     def num_ooms(self) -> int:
         """Trials and soak steps that ran out of memory."""
-        return self._soak_ooms + sum(trial.status == "oom" for trials in self._trials for trial in trials)
+        trials = [trial for trials in (*self._trials, *self._soaked) for trial in trials]
+        return sum(trial.status == "oom" for trial in trials)
 
     def enter(self, trial: Trial, *, soak: bool = False) -> None:
-        """Record a trial; a soak step counts, but its peak and time don't stand for the bucket's size."""
+        """Record a trial, or a soak step, which isn't one of the bucket's trials."""
         self.num_trials += 1
         self.num_retries += trial.usage.num_retries
-        if soak:
-            self._soak_ooms += trial.status == "oom"
-        else:
-            self._trials[trial.bucket].append(trial)
+        (self._soaked if soak else self._trials)[trial.bucket].append(trial)
 
     def remember(self, trial: Trial) -> None:
         """Record a trial of an earlier job: its peak counts, the trial doesn't."""
         self._earlier[trial.bucket].append(trial)
 
+    def times(self) -> dict[tuple[int, int], list[float]]:
+        """Seconds of the steps that fit, in their order, by bucket and size."""
+        times: dict[tuple[int, int], list[float]] = {}
+        for trials in (*self._trials, *self._soaked):
+            for trial in trials:
+                if trial.status == "fits" and trial.usage.seconds > 0:
+                    times.setdefault((trial.bucket, trial.size), []).append(trial.usage.seconds)
+        return times
+
     def bucket(self, k: int, size: int) -> MeasuredBucket:
-        """What is known of bucket `k` at `size`; the peak is the model's where the size was lowered."""
+        """What is known of bucket `k` at `size`; the peak is the model's where no step ran at exactly this size."""
         trials = self._trials[k]
         known = MeasuredBucket(
             size=size,
             num_trials=len(trials),
             num_ooms=sum(trial.status == "oom" for trial in trials),
+            verified=not self._search.is_predicted(k),
             settled=self._search.is_settled(k),
         )
-        measured = [trial for trial in (*trials, *self._earlier[k]) if trial.status == "fits"]
+        measured = [trial for trial in (*trials, *self._earlier[k], *self._soaked[k]) if trial.status == "fits"]
         if not known.size:
             smallest = min(measured, key=lambda trial: trial.size, default=None)
             return replace(known, peak_bytes=smallest.usage.allocated_bytes) if smallest else known
-        exact = next((trial for trial in measured if trial.size == known.size), None)
-        if exact is None:
+        exact = [trial for trial in measured if trial.size == known.size]
+        if not exact:
             return replace(known, peak_bytes=round(self._search.predict_bytes(k, known.size)))
-        return replace(known, peak_bytes=exact.usage.allocated_bytes, step_s=exact.usage.seconds or None)
+        seconds = [trial.usage.seconds for trial in exact if trial.usage.seconds > 0]
+        return replace(
+            known,
+            peak_bytes=exact[0].usage.allocated_bytes,
+            step_s=typical_seconds(seconds) if seconds else None,
+            verified=True,
+        )
 
 
 def refuse_unfit(

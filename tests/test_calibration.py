@@ -1,0 +1,167 @@
+"""What drives the trials, against simulated memory and step times."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+
+import pytest
+from simulated_card import AED, CTC, Card, grid, noise_for, one_d, two_d
+
+from lhotse_oomfit.calibration import Measurement, measure_sizes
+from lhotse_oomfit.memory import Usage
+from lhotse_oomfit.trial import Trial
+
+
+class Device:
+    """A card whose steps take simulated memory and time; stands in for a runner and its memory."""
+
+    def __init__(self, card: Card, *, floor_s: float = 0.05, warm_up: float = 0.0) -> None:
+        self.card, self.floor_s, self.warm_up = card, floor_s, warm_up
+        self.limit_bytes = int((1.0 + card.headroom) * card.budget)
+        self.steps: list[Trial] = []
+        self.soaked: list[Trial] = []
+        self._cap_bytes: int | None = None
+        self._random = Random(0)
+
+    def release(self) -> None: ...
+
+    @contextmanager
+    def cap(self, limit_bytes: int) -> Iterator[None]:
+        self._cap_bytes = limit_bytes
+        yield
+        self._cap_bytes = None
+
+    def true_seconds(self, bucket: int, size: int) -> float:
+        length = self.card.shapes[bucket].input_len
+        return max(self.floor_s, 0.02 + size * (1e-4 * length + 1e-6 * length**2))
+
+    def run(self, bucket: int, size: int, *, release: bool = True) -> Trial:
+        peak = self.card.peak(bucket, size)
+        is_new = (bucket, size) not in {(trial.bucket, trial.size) for trial in self.steps}
+        seconds = self.true_seconds(bucket, size) * (1.0 + self.warm_up * is_new * self._random.random())
+        usage = Usage(allocated_bytes=peak, reserved_bytes=peak, num_retries=0, num_ooms=0, seconds=seconds)
+        fits = peak <= (self.limit_bytes if self._cap_bytes is None else self._cap_bytes)
+        trial = Trial(bucket=bucket, size=size, status="fits" if fits else "oom", usage=usage, error=None)
+        self.steps.append(trial)
+        if self._cap_bytes is not None:
+            self.soaked.append(trial)
+        return trial
+
+
+def measure(device: Device, **options) -> Measurement:
+    card = device.card
+    return measure_sizes(
+        card.shapes,
+        runner=device,
+        memory=device,
+        budget_bytes=card.budget,
+        resident_bytes=card.resident,
+        gradient_bytes=card.gradients,
+        headroom_bytes=device.limit_bytes - card.budget,
+        max_size=1 << 20,
+        **options,
+    )
+
+
+def sizes_of(measurement: Measurement) -> list[int]:
+    return [bucket.size for bucket in measurement.buckets]
+
+
+@pytest.mark.parametrize("shapes", [one_d(30), two_d(10)], ids=["1d", "2d"])
+def test_after_a_soak_every_bucket_has_the_time_of_its_final_size(shapes):
+    card = Card(shapes=shapes, coefficients=AED, headroom=0.1, noise=noise_for(shapes))
+    device = Device(card, warm_up=1.0)
+    found = measure(device, num_soak_steps=8 * len(shapes))
+    assert found.num_soak_steps == len(device.soaked) == 2 * len(shapes)
+    assert found.num_trials + found.num_soak_steps == len(device.steps)
+    for k, bucket in enumerate(found.buckets):
+        assert bucket.step_s == pytest.approx(device.true_seconds(k, bucket.size))
+        assert bucket.peak_bytes == card.peak(k, bucket.size)
+        assert bucket.verified
+
+
+def test_an_offender_of_the_soak_has_the_peak_and_time_of_its_smaller_size(caplog: pytest.LogCaptureFixture):
+    card = Card(shapes=one_d(8), coefficients=CTC, headroom=0.1)
+    device = Device(card)
+
+    @contextmanager
+    def tighter(limit_bytes: int) -> Iterator[None]:
+        device._cap_bytes = int(0.985 * limit_bytes)
+        yield
+
+    device.cap = tighter  # type: ignore[method-assign]  # as if steps in a row took more
+    with caplog.at_level(logging.INFO):
+        found = measure(device, num_soak_steps=100)
+    assert found.num_ooms > 0
+    assert "in the soak; going on with" in caplog.text
+    for k, bucket in enumerate(found.buckets):
+        assert bucket.peak_bytes == card.peak(k, bucket.size) <= 0.985 * card.budget
+        assert bucket.step_s == pytest.approx(device.true_seconds(k, bucket.size))
+
+
+def test_without_a_soak_a_size_that_no_step_had_has_no_time():
+    shapes = one_d(30)
+    found = measure(Device(Card(shapes=shapes, coefficients=AED, headroom=0.1, noise=noise_for(shapes))))
+    assert found.num_soak_steps == 0
+    assert any(bucket.step_s is None for bucket in found.buckets)
+    assert sum(bucket.step_s is not None for bucket in found.buckets) > 15
+    assert all(bucket.peak_bytes for bucket in found.buckets)
+
+
+@pytest.mark.parametrize(("shapes", "most_steps"), [(one_d(30), 15), (grid(), 40)], ids=["30-buckets", "150-buckets"])
+def test_fast_mode_marks_what_it_predicted_and_soaks_a_fifth(shapes, most_steps):
+    card = Card(shapes=shapes, coefficients=AED, headroom=0.1)
+    device = Device(card)
+    found = measure(device, mode="fast", num_soak_steps=8 * len(shapes))
+    assert found.num_trials <= most_steps
+    assert found.num_soak_steps == len(shapes) / 5
+    assert found.num_ooms == 0
+    ran = {(trial.bucket, trial.size) for trial in device.steps}
+    for k, bucket in enumerate(found.buckets):
+        assert card.peak(k, bucket.size) <= card.budget
+        assert bucket.peak_bytes == pytest.approx(card.peak(k, bucket.size), rel=0.02)
+        if not bucket.verified:
+            assert (k, bucket.size) not in ran
+            assert bucket.step_s is None
+        assert bucket.settled
+    assert len(shapes) / 2 < sum(not bucket.verified for bucket in found.buckets)
+    rows = found.bucket_profiles(shapes, [None] * len(shapes))
+    assert [row.verified for row in rows] == [bucket.verified for bucket in found.buckets]
+
+
+@pytest.mark.parametrize("mode", ["verify", "fast"])
+@pytest.mark.parametrize("shapes", [one_d(12), two_d(4)], ids=["1d", "2d"])
+def test_for_throughput_sizes_are_smaller_and_hardly_slower(shapes, mode):
+    card = Card(shapes=shapes, coefficients=CTC, headroom=0.1)
+    largest = sizes_of(measure(Device(card)))
+    device = Device(card, floor_s=0.3, warm_up=1.0)
+    found = measure(device, objective="throughput", throughput_share=0.05, mode=mode, num_soak_steps=500)
+    sizes = sizes_of(found)
+    assert sum(sizes) < 0.9 * sum(largest)
+    for k, size in enumerate(sizes):
+        rate = size / device.true_seconds(k, size)
+        assert size <= largest[k]
+        assert rate >= 0.93 * largest[k] / device.true_seconds(k, largest[k])
+        assert all(size <= sizes[j] for j, other in enumerate(shapes) if shapes[k].dominates(other))
+    assert all(trial.size == sizes[trial.bucket] for trial in device.soaked)
+    if mode == "verify":
+        assert all(bucket.step_s == pytest.approx(device.true_seconds(k, bucket.size))
+                   for k, bucket in enumerate(found.buckets))  # fmt: skip
+
+
+def test_a_share_of_nothing_keeps_the_largest_sizes():
+    card = Card(shapes=one_d(6), coefficients=CTC, headroom=0.1)
+    largest = sizes_of(measure(Device(card)))
+    assert sizes_of(measure(Device(card), objective="throughput", throughput_share=0.0)) == largest
+
+
+def test_cautious_trials_stay_within_the_memory_and_its_headroom():
+    shapes = one_d(20)
+    card = Card(shapes=shapes, coefficients=AED, headroom=0.0, noise=noise_for(shapes))
+    device = Device(card)
+    found = measure(device, cautious=True)
+    assert found.num_ooms == 0
+    assert all(size >= 0.93 * card.largest(k) for k, size in enumerate(sizes_of(found)))
