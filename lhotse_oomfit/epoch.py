@@ -25,6 +25,7 @@ from lhotse.dataset.sampling.base import SamplingConstraint, attach_dataloading_
 from lhotse.dataset.sampling.dynamic_bucketing import DynamicBucketingSampler
 from torch import distributed
 
+from lhotse_oomfit.agreement import Agreement
 from lhotse_oomfit.bins import Bins
 from lhotse_oomfit.buckets import Batch, Buckets, ConstraintBuckets, FixedBuckets, LimitBuckets
 from lhotse_oomfit.buffer import BucketBuffer
@@ -71,7 +72,7 @@ class EpochSampler(DynamicBucketingSampler):
     """
 
     # What lives only while iterating is never pickled; a copy starts with these values.
-    _LIVE = ("_buffer", "_buffer_pid", "cuts_iter", "rng")
+    _LIVE = ("_buffer", "_buffer_pid", "cuts_iter", "rng", "agreement")
     _buffer: BucketBuffer | None = None
     _buffer_pid = 0
     rng: random.Random | None = None
@@ -85,6 +86,8 @@ class EpochSampler(DynamicBucketingSampler):
     _bins_are_estimated: bool
     _max_buffer_size: int | None
     _on_resume: str
+    agreement: Agreement | None = None
+    """Compares the sizes over ranks when the main process starts an epoch; calibration makes it, copies have none."""
 
     def _init_epoch(self) -> None:
         # The epoch and the sizes of the main process; workers, persistent ones included, read them in shared memory.
@@ -96,6 +99,8 @@ class EpochSampler(DynamicBucketingSampler):
         self._drawn = 0  # batches of this epoch
         self._schedule: Schedule = []
         self._in_force: list[int] = []  # the sizes that the buffer works with
+        self._num_changes = 0  # how often sizes were applied or a state loaded
+        self._replayed = ""  # the sizes of the loaded state, and where they hold
         self._counters: list[int] = []  # of the source, when the epoch began
         self._loaded: Position | None = None  # still to be replayed
         self._continued = torch.zeros(1, dtype=torch.uint8).share_memory_()  # by worker: whether it replayed _loaded
@@ -154,6 +159,11 @@ class EpochSampler(DynamicBucketingSampler):
         :raises BufferTooSmallError: when the buffer can't hold such batches.
         """
         self._follow_main_process()
+        if self.agreement is not None and torch.utils.data.get_worker_info() is None:
+            # The epoch may be begun more than once, and by some ranks only: to look at its first batch.
+            self.agreement.check(
+                f"{self.epoch}/{self._num_changes}", f"when epoch {self.epoch} starts", self.shared_by_ranks()
+            )
         self._over = False
         if self._just_restored_state and not self._was_continued():
             if not self._is_live():
@@ -165,6 +175,16 @@ class EpochSampler(DynamicBucketingSampler):
             self._forget()
             self._open()
         return self
+
+    def shared_by_ranks(self) -> dict[str, str]:
+        """What must be the same on all ranks for them to draw batches in step, by name; empty without sizes."""
+        if self.bins is None or self._sizes is None:
+            return {}
+        return {
+            "bucket_batch_size": str(self._sizes),
+            "bins": str(self._describe_bins()),
+            "loaded schedule of sizes": self._replayed,
+        }
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch; worker processes take it over with their next ``iter()``, persistent ones too.
@@ -465,7 +485,6 @@ class EpochSampler(DynamicBucketingSampler):
 
     def _here(self) -> Position:
         worker = torch.utils.data.get_worker_info()
-        b = self.bins
         return Position(
             drawn={0 if worker is None else worker.id: self._drawn},
             num_workers=0 if worker is None else worker.num_workers,
@@ -474,9 +493,7 @@ class EpochSampler(DynamicBucketingSampler):
             seed=self._epoch_seed,
             worker_seed=self._worker_seed if self.seed == "trng" else 0,
             schedule=[([start], sizes) for start, sizes in self._schedule],
-            bins=list(self.duration_bins)
-            if b is None
-            else [b.as_lists(), b.strict_2d, list(b.min_tps or ()), list(b.max_tps or ())],
+            bins=self._describe_bins(),
             options={
                 "concurrent": self.concurrent,
                 "sync_buckets": self.sync_buckets,
@@ -485,6 +502,12 @@ class EpochSampler(DynamicBucketingSampler):
             counters=self._counters or counters(self.cuts),
             rules=self._rules(),
         )
+
+    def _describe_bins(self) -> list[Any]:
+        b = self.bins
+        if b is None:
+            return list(self.duration_bins)
+        return [b.as_lists(), b.strict_2d, list(b.min_tps or ()), list(b.max_tps or ())]
 
     def _rules(self) -> dict[str, str]:
         """Digests of what decides which cuts belong where, apart from the bins."""
@@ -512,6 +535,8 @@ class EpochSampler(DynamicBucketingSampler):
             another seed, a state that is damaged or that Lhotse's own sampler saved; ``state_dict`` is left as it
             was. With ``on_resume="new_epoch"`` the epoch starts anew instead.
         """
+        self._num_changes += 1
+        self._replayed = ""
         before = {name: getattr(self, name) for name in _FROM_STATE}
         kept = self.__dict__ | {"_diagnostics": deepcopy(self.diagnostics)}
         try:
@@ -541,6 +566,7 @@ class EpochSampler(DynamicBucketingSampler):
             if getattr(self, name) != old:
                 logger.warning("%s becomes %s, as in the loaded state", name.lstrip("_"), getattr(self, name))
         self._loaded = loaded
+        self._replayed = loaded.replay(in_step=self.world_size > 1)
         self._continued = torch.zeros(max(1, loaded.num_workers), dtype=torch.uint8).share_memory_()
         self._started.zero_()
         self._num_lost = 0

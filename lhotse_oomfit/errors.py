@@ -11,6 +11,7 @@ working for callers that don't know this package::
     ├── BufferTooSmallError       (ValueError)    batch sizes that the bucket buffer can never hold
     ├── NotCalibratedError        (RuntimeError)  an "auto" sampler iterated before it was calibrated
     ├── ResumeError               (RuntimeError)  a sampler state that can't be continued here
+    ├── RanksDisagreeError        (RuntimeError)  ranks of one job with different batch sizes
     ├── ProfileError              (ValueError)    a profile file that can't be read
     │   └── ProfileMismatchError                  a profile that was measured for something else
     └── CalibrationError          (RuntimeError)  a calibration that couldn't finish
@@ -37,6 +38,7 @@ __all__ = [
     "ProfileError",
     "ProfileMismatchError",
     "RankFailedError",
+    "RanksDisagreeError",
     "ResumeError",
     "UnsupportedStrategyError",
     "WorstCaseError",
@@ -73,6 +75,10 @@ class NotCalibratedError(OomfitError, RuntimeError):
 
 class ResumeError(OomfitError, RuntimeError):
     """A sampler state that can't be continued in this process."""
+
+
+class RanksDisagreeError(OomfitError, RuntimeError):
+    """Ranks of one job that would train with different batch sizes, and so out of step."""
 
 
 class ProfileError(OomfitError, ValueError):

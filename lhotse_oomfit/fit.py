@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
+from lhotse.dataset.sampling.round_robin import RoundRobinSampler
+from lhotse.dataset.sampling.zip import ZipSampler
 
+from lhotse_oomfit.agreement import new_agreement
 from lhotse_oomfit.arguments import check_profile_bins
+from lhotse_oomfit.composite import Member, calibrate_apart, calibrate_members, is_composite
 from lhotse_oomfit.errors import InvalidArgumentError
 from lhotse_oomfit.job import Job
 from lhotse_oomfit.options import CalibrationOptions
@@ -22,16 +26,42 @@ __all__ = [
     "CalibrationOptions",
     "Check",
     "MakeBatch",
+    "Member",
     "Training",
     "calibrate",
+    "calibrate_several",
     "calibrate_training",
     "loop_training",
     "verify_training",
 ]
 
 
+@overload
 def calibrate(
     sampler: CalibratedBucketingSampler,
+    dataset: Any,
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    training_step: Callable[[Any, Any], torch.Tensor | None],
+    **options: Any,
+) -> Profile: ...
+
+
+@overload
+def calibrate(
+    sampler: RoundRobinSampler | ZipSampler,
+    dataset: Any,
+    *,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    training_step: Callable[[Any, Any], torch.Tensor | None],
+    **options: Any,
+) -> list[Profile]: ...
+
+
+def calibrate(
+    sampler: CalibratedBucketingSampler | RoundRobinSampler | ZipSampler,
     dataset: Any,
     *,
     model: torch.nn.Module,
@@ -49,7 +79,7 @@ def calibrate(
     precision: str = "",
     collate_fn: Callable[[Any], Any] | None = None,
     **options: Any,
-) -> Profile:
+) -> Profile | list[Profile]:
     """Find the largest batch size of each of `sampler`'s buckets that trains without running out of memory.
 
     Call it on every rank, after the model is on its device and the optimizer exists (and a checkpoint is loaded), and
@@ -57,7 +87,9 @@ def calibrate(
     it applied. A profile in the cache that was measured for the same thing is loaded instead. Nothing about the
     training changes: parameters, buffers, gradients, optimizer state and random generators are left as they were.
 
-    :param sampler: made with ``bucket_batch_size="auto"``.
+    :param sampler: made with ``bucket_batch_size="auto"``; or Lhotse's RoundRobinSampler or ZipSampler of such samplers.
+        With round robin each is calibrated by itself. With zip, whose steps hold one batch of each, they share the
+        budget in equal parts; samplers with given sizes may be among them, and what they take is set aside.
     :param dataset: the map-style dataset that turns a CutSet into a batch, or Lhotse's ``IterableDatasetWrapper``.
     :param model: the model, wrapped in DistributedDataParallel or not.
     :param optimizer: the optimizer, or a sequence of them.
@@ -74,7 +106,7 @@ def calibrate(
     :param collate_fn: the DataLoader's ``collate_fn``, if it has one.
     :param options: `reserve`, `max_batch_size`, `num_sample_cuts`, `num_soak_steps`, `heartbeat_timeout`,
         `calibration_timeout`, `progress`, `verify_on_load`, `world_size`: see :class:`CalibrationOptions`.
-    :return: the profile, the same on every rank.
+    :return: the profile, the same on every rank; of several samplers a list, in their order.
     :raises InvalidArgumentError: for an argument that can't be honoured.
     :raises BucketDoesNotFitError: if not even one example of some bucket fits.
     :raises WorstCaseError: if no worst-case batch could be made.
@@ -95,17 +127,16 @@ def calibrate(
         precision=precision,
         collate_fn=collate_fn,
     )
-    return calibrate_training(
-        sampler,
-        training,
-        CalibrationOptions(
-            memory_fraction=memory_fraction,
-            memory_limit=memory_limit,
-            cache=cache,
-            recalibrate=recalibrate,
-            **options,
-        ),
+    chosen = CalibrationOptions(
+        memory_fraction=memory_fraction,
+        memory_limit=memory_limit,
+        cache=cache,
+        recalibrate=recalibrate,
+        **options,
     )
+    if is_composite(sampler):
+        return calibrate_several(sampler, training, chosen)
+    return calibrate_training(sampler, training, chosen)
 
 
 def calibrate_training(
@@ -124,6 +155,7 @@ def calibrate_training(
     )
     profile = Job(sampler=sampler, training=training, options=options, ranks=ranks).run(known)
     sampler.apply(profile)
+    sampler.agreement = new_agreement()
     return profile
 
 

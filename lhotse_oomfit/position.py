@@ -122,6 +122,17 @@ class Position:
         starts = [num for _, num in sorted(self.drawn.items())]
         return replace(self, schedule=[*self.schedule, (starts, list(sizes))])
 
+    def replay(self, *, in_step: bool) -> str:
+        """The sizes of the batches that are drawn again, in words.
+
+        :param in_step: whether all ranks draw from one stream, so that changes lie at the same batch on each.
+        """
+        if not self.schedule:
+            return ""
+        if in_step:
+            return f"{[(starts, sizes) for starts, sizes in self.schedule]} for {self.num_batches} batches"
+        return str([sizes for _, sizes in self.schedule])
+
     @property
     def num_batches(self) -> int:
         """Batches of this epoch, of all workers."""

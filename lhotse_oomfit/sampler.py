@@ -265,6 +265,7 @@ class CalibratedBucketingSampler(EpochSampler):
             )
         self._sizes = sizes
         self._profile = profile
+        self._num_changes += 1
         self._tell_workers()
         if self._schedule and self._loaded is None:
             start = drawn if at_batch is None else at_batch
