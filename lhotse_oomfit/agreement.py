@@ -46,11 +46,8 @@ class Agreement:
         """
         if not (dist.is_available() and dist.is_initialized()):
             return
-        own: dict[str, Any] = {
-            "rank": dist.get_rank(),
-            "digest": short_sha(sorted(parts.items())),
-            "parts": dict(parts),
-        }
+        digest = short_sha(sorted(parts.items()))
+        own: dict[str, Any] = {"rank": dist.get_rank(), "digest": digest, "parts": dict(parts)}
         store = dist.distributed_c10d._get_default_store()
         try:
             said = store.compare_set(f"lhotse_oomfit/agreement/{self._name}/{moment}", "", json.dumps(own))
