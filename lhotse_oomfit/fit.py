@@ -30,6 +30,7 @@ __all__ = [
     "Training",
     "calibrate",
     "calibrate_several",
+    "calibrate_together",
     "calibrate_training",
     "loop_training",
     "verify_training",
@@ -87,9 +88,9 @@ def calibrate(
     it applied. A profile in the cache that was measured for the same thing is loaded instead. Nothing about the
     training changes: parameters, buffers, gradients, optimizer state and random generators are left as they were.
 
-    :param sampler: made with ``bucket_batch_size="auto"``; or Lhotse's RoundRobinSampler or ZipSampler of such samplers.
-        With round robin each is calibrated by itself. With zip, whose steps hold one batch of each, they share the
-        budget in equal parts; samplers with given sizes may be among them, and what they take is set aside.
+    :param sampler: made with ``bucket_batch_size="auto"``; or Lhotse's RoundRobinSampler or ZipSampler of such
+        samplers. With round robin each is calibrated by itself. With zip, whose steps hold one batch of each, they
+        share the budget in equal parts; samplers with given sizes may be among them, and what they take is set aside.
     :param dataset: the map-style dataset that turns a CutSet into a batch, or Lhotse's ``IterableDatasetWrapper``.
     :param model: the model, wrapped in DistributedDataParallel or not.
     :param optimizer: the optimizer, or a sequence of them.
@@ -154,9 +155,44 @@ def calibrate_training(
         heartbeat_timeout_s=options.heartbeat_timeout, calibration_timeout_s=options.calibration_timeout
     )
     profile = Job(sampler=sampler, training=training, options=options, ranks=ranks).run(known)
-    sampler.apply(profile)
-    sampler.agreement = new_agreement()
-    return profile
+    return _applied([(sampler, profile)])[0]
+
+
+def calibrate_several(
+    sampler: RoundRobinSampler | ZipSampler,
+    training: Training,
+    options: CalibrationOptions,
+    *,
+    known: Sequence[Profile] = (),
+) -> list[Profile]:
+    """:func:`calibrate_training` for each of several samplers in one; `known` holds a profile for each, or nothing.
+
+    :return: a profile for each sampler to be calibrated, in order.
+    """
+    return _applied(calibrate_members(sampler, training, options, known=known))
+
+
+def calibrate_together(
+    members: Sequence[Member],
+    assemble: Callable[[list[Any]], Any],
+    options: CalibrationOptions,
+    *,
+    known: Sequence[Profile] = (),
+) -> list[Profile]:
+    """:func:`calibrate_training` for samplers of which each step gets a batch, collated by datasets of their own.
+
+    :param members: the samplers, each with the training that collates its batches.
+    :param assemble: makes of one batch of each, in their order, what a step gets.
+    :return: a profile for each sampler to be calibrated, in order.
+    """
+    return _applied(calibrate_apart(members, assemble, options, known=known))
+
+
+def _applied(found: Sequence[tuple[CalibratedBucketingSampler, Profile]]) -> list[Profile]:
+    for sampler, profile in found:
+        sampler.apply(profile)
+        sampler.agreement = new_agreement()
+    return [profile for _, profile in found]
 
 
 def verify_training(

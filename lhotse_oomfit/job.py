@@ -35,7 +35,7 @@ from lhotse_oomfit.progress import show_progress
 from lhotse_oomfit.ranks import Failure, Ranks, StoreRanks, alone
 from lhotse_oomfit.report import render_table
 from lhotse_oomfit.sampler import CalibratedBucketingSampler
-from lhotse_oomfit.shapes import WorstCases, shape_label
+from lhotse_oomfit.shapes import Cases, WorstCases, shape_label
 from lhotse_oomfit.snapshot import leave_no_trace
 from lhotse_oomfit.store import ProfileStore
 from lhotse_oomfit.strategies import ReducerBuckets, lockstep_reason, refuse_strategy
@@ -351,7 +351,7 @@ class Job:
 
     def _measure(
         self,
-        worst_case: WorstCases,
+        worst_case: Cases,
         buckets: Sequence[int] | None = None,
         *,
         crew: Crew | None = None,

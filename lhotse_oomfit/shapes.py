@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from lhotse_oomfit.errors import InvalidArgumentError
+from lhotse_oomfit.errors import InvalidArgumentError, WorstCaseError
 from lhotse_oomfit.search import BucketShape
-from lhotse_oomfit.template import SHORTEST_S
+from lhotse_oomfit.stretch import clone, independent
+from lhotse_oomfit.template import SHORTEST_S, Examples
 from lhotse_oomfit.traits import batch_fields
 from lhotse_oomfit.worst_case import WorstCaseBatches
 
@@ -18,12 +19,23 @@ if TYPE_CHECKING:
     from lhotse_oomfit.sampler import CalibratedBucketingSampler
     from lhotse_oomfit.training import Training
 
-__all__ = ["WorstCases", "shape_label"]
+__all__ = ["Cases", "WorstCases", "shape_label"]
 
 logger = logging.getLogger(__name__)
 
 _NUM_TEMPLATES = 64
 """Cuts that worst-case batches choose their template from."""
+
+
+class Cases(Protocol):
+    """Shapes to be measured, and batches of them."""
+
+    @property
+    def shapes(self) -> list[BucketShape]:
+        """What an example of each bucket is like."""
+
+    def make(self, bucket: int, size: int) -> Any:
+        """A batch with `size` examples of `bucket`."""
 
 
 class WorstCases:
@@ -39,6 +51,12 @@ class WorstCases:
             BucketShape(input_len=bins.input_len(k), output_len=self.output_lens[k] or 0) for k in range(len(bins))
         ]
         self._make_batch = training.make_batch
+        self._examples: Examples | None = None
+        self._make_examples = lambda: Examples(
+            cuts[:: max(1, len(cuts) // _NUM_TEMPLATES)][:_NUM_TEMPLATES],
+            measure_length=sampler.measure_length,
+            measure_tokens=measure_tokens,
+        )
         self._batches = WorstCaseBatches(
             collate=lambda batch: training.collate(sampler.transform(batch)),
             cuts=cuts[:: max(1, len(cuts) // _NUM_TEMPLATES)][:_NUM_TEMPLATES],
@@ -56,10 +74,29 @@ class WorstCases:
 
     def make(self, bucket: int, size: int) -> Any:
         """The batch of `size` worst-case examples of `bucket`."""
-        input_len, output_len = self.shapes[bucket].input_len, self.output_lens[bucket]
+        return self.at(input_len=self.shapes[bucket].input_len, output_len=self.output_lens[bucket], size=size)
+
+    def at(self, *, input_len: float, output_len: int | None, size: int) -> Any:
+        """The batch of `size` examples of these lengths."""
         if self._make_batch is not None:
             return self._make_batch(batch_size=size, input_len=input_len, output_len=output_len)
         return self._batches.batch(input_len=input_len, output_len=output_len, size=size)
+
+    def copies(self, bucket: int, size: int) -> list[Any]:
+        """`size` worst-case examples of `bucket`, as cuts, for datasets that get several sets of them at once.
+
+        :raises WorstCaseError: if no cut can be read and stretched.
+        """
+        if self._examples is None:
+            examples = self._make_examples()
+            if not any(examples.use_kind(index) for index in range(len(examples.kinds))):
+                raise WorstCaseError(
+                    f"a worst-case batch needs one cut that can be read and stretched, but none of the sampled cuts "
+                    f"could be ({'; '.join(examples.failures[:3])}); check the data"
+                )
+            self._examples = examples
+        example = self._examples.at((self.shapes[bucket].input_len, self.output_lens[bucket]))
+        return [independent(clone(example, index)) for index in range(size)]
 
     def batch_fields(self) -> dict[str, str]:
         """What a batch of two looks like, for the fingerprint: a dataset that makes other ones uses other memory.
