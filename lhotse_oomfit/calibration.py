@@ -23,6 +23,8 @@ __all__ = ["MeasuredBucket", "Measurement", "measure_sizes", "refuse_unfit", "wa
 
 logger = logging.getLogger(__name__)
 
+_RETRIED = 1.005
+"""A trial in which the allocator retried with nothing left in its cache counts as this many budgets at least."""
 _SOAK_SHRINK = 0.97
 """An offender of the soak loses this share of its size, at least one example."""
 _FAST_SOAK_SHARE = 0.2
@@ -126,6 +128,7 @@ def measure_sizes(
     mode: Literal["verify", "fast"] = "verify",
     objective: Literal["memory", "throughput"] = "memory",
     throughput_share: float = 0.02,
+    fragmenting_bytes: int = 0,
     cautious: bool = False,
     earlier: Sequence[Trial] = (),
     on_trial: Callable[[Trial, MeasuredBucket], None] | None = None,
@@ -150,6 +153,9 @@ def measure_sizes(
     :param objective: ``"memory"`` for the largest sizes, ``"throughput"`` for the smallest that train nearly as fast,
         which takes two to four steps more per bucket. Ranks that measure together must see the same seconds.
     :param throughput_share: how much of the largest size's examples per second may be lost to a smaller size.
+    :param fragmenting_bytes: what the allocator may reserve beyond the budget because it fragments. Then
+        peaks are held against the budget by what was allocated, the soak's cap is both together, and retries are no
+        offence.
     :param cautious: approach sizes from below, since a step that runs out of memory would end the job.
     :param earlier: trials of an earlier job, which needn't be run again.
     :param on_trial: called after each trial with it and what is then known of its bucket.
@@ -177,12 +183,14 @@ def measure_sizes(
     for trial in earlier:
         book.remember(trial)
         _tell(search, Probe(bucket=trial.bucket, size=trial.size, purpose="verify"), trial)
-    _search(search, runner, memory, book, on_trial)
+    fragments = fragmenting_bytes > 0
+    _search(search, runner, memory, book, on_trial, fragments=fragments)
     if objective == "throughput" and all(search.sizes):
         _choose(search, runner, memory, throughput_share, book, on_trial)
     num_trials = book.num_trials
     if num_soak_steps and all(search.sizes):
-        _soak(search, runner, memory, budget_bytes, num_soak_steps, book, on_trial)
+        cap_bytes = budget_bytes + fragmenting_bytes
+        _soak(search, runner, memory, cap_bytes, num_soak_steps, book, on_trial, fragments=fragments)
     return Measurement(
         buckets=tuple(book.bucket(k, size) for k, size in enumerate(search.sizes)),
         num_trials=num_trials,
@@ -199,12 +207,15 @@ def _search(
     memory: MemoryBackend,
     book: _Book,
     on_trial: Callable[[Trial, MeasuredBucket], None] | None,
+    *,
+    fragments: bool,
 ) -> None:
     """Run what the search asks for until it is settled.
 
     Giving the allocator's cache back takes longer than most trials, so it is kept while it is no hindrance. What a
     trial makes the allocator reserve can only be read where it began without a cache; the ratio to what was allocated
-    there stands for the trials that follow.
+    there stands for the trials that follow. An allocator that fragments reserves any amount, and fails where blocks
+    of other shapes are left: there each trial begins without a cache, and what it allocates counts.
     """
     starts_clean = False
     overhead: float | None = None
@@ -212,21 +223,24 @@ def _search(
         if overhead is None and probe.purpose == "verify" and not starts_clean:
             memory.release()
             starts_clean = True
-        trial = runner.run(probe.bucket, probe.size, release=False)
+        trial = runner.run(probe.bucket, probe.size, release=fragments)
         book.enter(trial)
         if trial.status != "fits":
             search.tell(probe, peak_bytes=None)
             starts_clean = True  # the runner frees everything after a failure
+        elif fragments:
+            search.tell(probe, peak_bytes=trial.usage.allocated_bytes)
         else:
             peak_bytes, reserved_bytes = trial.usage.allocated_bytes, trial.usage.reserved_bytes
             if starts_clean and peak_bytes > search.budget_bytes // 2:
                 overhead = max(overhead or 1.0, reserved_bytes / peak_bytes)
             charged_bytes = reserved_bytes if starts_clean else round(peak_bytes * (overhead or 1.0))
-            if trial.usage.num_retries:
-                # The allocator had to throw its cache away: the card is full, whatever the peak says.
-                charged_bytes = 2 * search.budget_bytes
+            if trial.usage.num_retries and starts_clean:
+                # Nothing was left to give back, and still there was no room at once: slightly too much.
+                charged_bytes = max(charged_bytes, round(_RETRIED * search.budget_bytes))
             search.tell(probe, peak_bytes=peak_bytes, charged_bytes=charged_bytes)
-            starts_clean = reserved_bytes > search.budget_bytes
+            # A retry beside a cache says that the cache was in the way, and nothing about this size.
+            starts_clean = reserved_bytes > search.budget_bytes or trial.usage.num_retries > 0
             if starts_clean:
                 memory.release()
         if on_trial is not None:
@@ -278,10 +292,12 @@ def _soak(
     search: Search,
     runner: TrialRunner,
     memory: MemoryBackend,
-    budget_bytes: int,
+    cap_bytes: int,
     num_steps: int,
     book: _Book,
     on_trial: Callable[[Trial, MeasuredBucket], None] | None,
+    *,
+    fragments: bool,
 ) -> None:
     rng = random.Random(0)
     num_buckets = len(search.shapes)
@@ -290,7 +306,7 @@ def _soak(
     if search.mode == "fast":
         num_in_pass, least_passes = math.ceil(_FAST_SOAK_SHARE * num_buckets), 1
     num_passes, num_offenders = 0, 0
-    with memory.cap(budget_bytes):
+    with memory.cap(cap_bytes):
         while num_passes < least_passes or num_offenders:
             num_passes, num_offenders = num_passes + 1, 0
             for k in rng.sample(range(num_buckets), num_in_pass):
@@ -300,7 +316,7 @@ def _soak(
                 num_steps -= 1
                 trial = runner.run(k, search.sizes[k], release=False)
                 book.enter(trial, soak=True)
-                if trial.status != "fits" or trial.usage.num_retries:
+                if trial.status != "fits" or (trial.usage.num_retries and not fragments):
                     num_offenders += 1
                     memory.release()
                     smaller = min(int(trial.size * _SOAK_SHRINK), trial.size - 1)

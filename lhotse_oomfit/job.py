@@ -389,6 +389,7 @@ class Job:
                 headroom_bytes=max(self.most_bytes - self.budget_bytes, 0),
                 max_size=options.max_batch_size or _MAX_SIZE,
                 num_soak_steps=num_soak_steps if memory.name == "cuda" else 0,
+                fragmenting_bytes=_fragmenting_bytes(memory, self.allocator, self.budget_bytes),
                 cautious=crew is not None,
                 earlier=[_trial(observation) for observation in earlier],
                 on_trial=on_trial,
@@ -572,7 +573,7 @@ def _budget(memory: MemoryBackend, allocator: str, options: CalibrationOptions) 
     budget_bytes = memory.budget(options.memory_fraction).bytes
     if options.reserve is not None:
         budget_bytes -= parse_bytes(options.reserve)
-    if allocator == "default" and memory.name == "cuda":
+    if _fragments(memory, allocator):
         logger.warning(
             "expandable segments are off, so %.0f%% of the memory budget are kept free against fragmentation; "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True gets them back",
@@ -580,6 +581,16 @@ def _budget(memory: MemoryBackend, allocator: str, options: CalibrationOptions) 
         )
         budget_bytes = int(budget_bytes * _DEFAULT_ALLOCATOR_SHARE)
     return budget_bytes
+
+
+def _fragments(memory: MemoryBackend, allocator: str) -> bool:
+    """Whether the allocator's segments have fixed sizes, so that batches of many shapes fragment them."""
+    return allocator == "default" and memory.name == "cuda"
+
+
+def _fragmenting_bytes(memory: MemoryBackend, allocator: str, budget_bytes: int) -> int:
+    """What was kept out of the budget for that."""
+    return int(budget_bytes / _DEFAULT_ALLOCATOR_SHARE) - budget_bytes if _fragments(memory, allocator) else 0
 
 
 def _versions() -> dict[str, str]:

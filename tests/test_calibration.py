@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -165,3 +166,61 @@ def test_cautious_trials_stay_within_the_memory_and_its_headroom():
     found = measure(device, cautious=True)
     assert found.num_ooms == 0
     assert all(size >= 0.93 * card.largest(k) for k, size in enumerate(sizes_of(found)))
+
+
+class CachingDevice(Device):
+    """A device under a hard limit whose allocator keeps what it once held: a part of that is of no use to other shapes,
+    and is given back by a retry once there is no room."""
+
+    def __init__(self, card: Card, *, useless: float, overhead: float = 1.008, limit_share: float = 1.0) -> None:
+        super().__init__(card)
+        self.useless, self.overhead = useless, overhead
+        self.hard_bytes = int(limit_share * card.budget)
+        self.caps: list[int] = []
+        self._held_bytes = 0
+
+    def release(self) -> None:
+        self._held_bytes = 0
+
+    @contextmanager
+    def cap(self, limit_bytes: int) -> Iterator[None]:
+        self.caps.append(limit_bytes)
+        with super().cap(self.hard_bytes):
+            yield
+
+    def run(self, bucket: int, size: int, *, release: bool = True) -> Trial:
+        self.limit_bytes = self.hard_bytes
+        trial = super().run(bucket, size, release=release)
+        reserved, beside = int(trial.usage.allocated_bytes * self.overhead), int(self.useless * self._held_bytes)
+        retried = reserved + beside > self.hard_bytes
+        reserved = min(reserved if retried else reserved + beside, self.hard_bytes)
+        self._held_bytes = 0 if release or trial.status != "fits" else reserved
+        usage = replace(trial.usage, reserved_bytes=reserved, num_retries=int(retried))
+        self.steps[-1] = trial = replace(trial, usage=usage)
+        return trial
+
+
+@pytest.mark.parametrize("shapes", [one_d(30), two_d(10)], ids=["1d", "2d"])
+@pytest.mark.parametrize("useless", [0.01, 0.1])
+def test_a_cache_in_the_way_does_not_lower_the_sizes(shapes, useless):
+    card = Card(shapes=shapes, coefficients=AED)
+    device = CachingDevice(card, useless=useless)
+    found = measure(device)
+    assert found.num_retries > 0
+    assert found.num_ooms == 0
+    assert found.num_trials <= 1.4 * len(shapes)
+    for k, size in enumerate(sizes_of(found)):
+        assert 0.93 * card.largest(k) - 1 <= size <= card.largest(k)
+
+
+def test_an_allocator_that_fragments_is_measured_by_what_it_allocates_and_may_retry_in_the_soak():
+    card = Card(shapes=one_d(30), coefficients=AED)
+    fragmenting_bytes = int(0.13 * card.budget)
+    device = CachingDevice(card, useless=0.3, overhead=1.06, limit_share=1.13)
+    found = measure(device, fragmenting_bytes=fragmenting_bytes, num_soak_steps=8 * 30)
+    assert device.caps == [card.budget + fragmenting_bytes]
+    assert found.num_soak_steps == 60
+    assert found.num_ooms == 0
+    assert found.num_retries > 0
+    for k, size in enumerate(sizes_of(found)):
+        assert 0.96 * card.largest(k) - 1 <= size <= card.largest(k)
