@@ -45,6 +45,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--search-limit-s", type=float, default=400.0, help="seconds for each of OOMptimizer's searches"
     )
+    parser.add_argument("--own-soak-steps", type=int, help="the most steps of the soak that ends our calibration")
     parser.add_argument("--soak-steps", type=int, default=500, help="steps of the soak of our profile")
     parser.add_argument("--their-soak-steps", type=int, default=100, help="steps of the soak of OOMptimizer's profile")
     parser.add_argument("--soak-limit-s", type=float, default=300.0, help="seconds for each soak")
@@ -152,8 +153,8 @@ def work(options: argparse.Namespace) -> None:
     steps: dict[str, Callable[[], dict[str, Any]]] = {
         "oomptimizer": lambda: phases.oomptimizer(run),
         "default": on_default_allocator,
-        "ours": lambda: phases.ours(loop()),
-        "fast": lambda: phases.ours(loop(), mode="fast"),
+        "ours": lambda: phases.ours(loop(), num_soak_steps=options.own_soak_steps),
+        "fast": lambda: phases.ours(loop(), mode="fast", num_soak_steps=0),
         "soak": soaks,
         "train": lambda: phases.train(loop(), profiles(), lambda found: save("train", found)),
     }
