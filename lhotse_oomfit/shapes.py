@@ -10,10 +10,12 @@ from lhotse_oomfit.errors import InvalidArgumentError, WorstCaseError
 from lhotse_oomfit.search import BucketShape
 from lhotse_oomfit.stretch import clone, independent
 from lhotse_oomfit.template import SHORTEST_S, Examples
+from lhotse_oomfit.text_examples import TextBatches, are_texts
 from lhotse_oomfit.traits import batch_fields
 from lhotse_oomfit.worst_case import WorstCaseBatches
 
 if TYPE_CHECKING:
+    from lhotse import CutSet
     from lhotse.cut import Cut
 
     from lhotse_oomfit.sampler import CalibratedBucketingSampler
@@ -51,17 +53,28 @@ class WorstCases:
             BucketShape(input_len=bins.input_len(k), output_len=self.output_lens[k] or 0) for k in range(len(bins))
         ]
         self._make_batch = training.make_batch
+        some = cuts[:: max(1, len(cuts) // _NUM_TEMPLATES)][:_NUM_TEMPLATES]
         self._examples: Examples | None = None
         self._make_examples = lambda: Examples(
-            cuts[:: max(1, len(cuts) // _NUM_TEMPLATES)][:_NUM_TEMPLATES],
-            measure_length=sampler.measure_length,
-            measure_tokens=measure_tokens,
+            some, measure_length=sampler.measure_length, measure_tokens=measure_tokens
         )
+        self._batches: WorstCaseBatches | TextBatches | None = None
+
+        def collate(batch: CutSet) -> Any:
+            return training.collate(sampler.transform(batch))
+
+        if self._make_batch is not None:
+            return
+        if are_texts(some):
+            self._batches = TextBatches(collate=collate, examples=some, measure_length=sampler.measure_length)
+            return
+        if any(not hasattr(cut, "duration") for cut in some):
+            raise WorstCaseError(
+                f"examples must be cuts, or text examples alone, to be brought to a bucket's edges, some are "
+                f"{', '.join(sorted({type(cut).__name__ for cut in some}))}; pass make_batch"
+            )
         self._batches = WorstCaseBatches(
-            collate=lambda batch: training.collate(sampler.transform(batch)),
-            cuts=cuts[:: max(1, len(cuts) // _NUM_TEMPLATES)][:_NUM_TEMPLATES],
-            measure_length=sampler.measure_length,
-            measure_tokens=measure_tokens,
+            collate=collate, cuts=some, measure_length=sampler.measure_length, measure_tokens=measure_tokens
         )
 
     def agree(self, output_lens: list[int | None]) -> None:
@@ -78,8 +91,8 @@ class WorstCases:
 
     def at(self, *, input_len: float, output_len: int | None, size: int) -> Any:
         """The batch of `size` examples of these lengths."""
-        if self._make_batch is not None:
-            return self._make_batch(batch_size=size, input_len=input_len, output_len=output_len)
+        if self._batches is None:
+            return self._make_batch(batch_size=size, input_len=input_len, output_len=output_len)  # type: ignore[misc]
         return self._batches.batch(input_len=input_len, output_len=output_len, size=size)
 
     def copies(self, bucket: int, size: int) -> list[Any]:
