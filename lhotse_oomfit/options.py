@@ -29,6 +29,12 @@ class CalibrationOptions:
     :param num_sample_cuts: how many cuts are read ahead to choose a template and to see how many tokens occur.
     :param num_soak_steps: the most steps of the closing soak on a CUDA card, which ends when a pass over all buckets
         was clean; None for eight per bucket, 0 for no soak.
+    :param mode: ``"verify"`` runs a training step at every bucket's size; ``"fast"`` runs about a fifth of the buckets
+        and predicts the others, a few percent smaller.
+    :param objective: ``"memory"`` for the largest batches that fit; ``"throughput"`` for the smallest that train nearly
+        as fast, which takes two to four more steps per bucket.
+    :param throughput_share: how much of the largest batch's examples per second ``"throughput"`` may give away, from 0
+        to below 1.
     :param ranks: who measures in a job of several ranks. ``"rank0"``: the first, while the others wait. ``"shard"``:
         each rank some of the buckets at the same time, if their cards and budgets are equal, else the first all.
         ``"each"``: every rank all buckets, and the smallest size counts. ``"lockstep"``: all ranks every trial
@@ -50,6 +56,9 @@ class CalibrationOptions:
     max_batch_size: int | None = None
     num_sample_cuts: int = 1000
     num_soak_steps: int | None = None
+    mode: Literal["verify", "fast"] = "verify"
+    objective: Literal["memory", "throughput"] = "memory"
+    throughput_share: float = 0.02
     ranks: Literal["rank0", "shard", "each", "lockstep"] = "rank0"
     heartbeat_timeout: float = 60.0
     calibration_timeout: float = 7200.0
@@ -57,7 +66,7 @@ class CalibrationOptions:
     world_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("memory_fraction", "heartbeat_timeout", "calibration_timeout"):
+        for name in ("memory_fraction", "throughput_share", "heartbeat_timeout", "calibration_timeout"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise InvalidArgumentError(f"{name} must be a number, it is {value!r}")
@@ -67,6 +76,15 @@ class CalibrationOptions:
                 f"0.9"
             )
         check_recalibrate("recalibrate", self.recalibrate)
+        if self.mode not in ("verify", "fast"):
+            raise InvalidArgumentError(f"mode must be 'verify' or 'fast', it is {self.mode!r}")
+        if self.objective not in ("memory", "throughput"):
+            raise InvalidArgumentError(f"objective must be 'memory' or 'throughput', it is {self.objective!r}")
+        if not 0.0 <= self.throughput_share < 1.0:
+            raise InvalidArgumentError(
+                f"throughput_share must be at least 0 and below 1, it is {self.throughput_share!r}; pass for instance "
+                f"0.02"
+            )
         if self.ranks not in ("rank0", "shard", "each", "lockstep"):
             raise InvalidArgumentError(f"ranks must be 'rank0', 'shard', 'each' or 'lockstep', it is {self.ranks!r}")
         for name in ("max_batch_size", "num_sample_cuts", "world_size"):

@@ -112,6 +112,8 @@ class Profile:
     :param num_retries: allocator retries (the allocator gave its cache back and tried again).
     :param search_s: seconds from the first trial to the end.
     :param memory_fraction: share of the device that the budget was taken from, over 0, at most 1.
+    :param mode: ``verify`` if a step ran at every bucket's size, ``fast`` if most sizes are predicted.
+    :param objective: ``memory`` for the largest sizes, ``throughput`` for the smallest that train nearly as fast.
     :param allocator: which allocator ran, say ``expandable_segments``.
     :param created: ISO 8601, UTC (see :func:`utc_now`).
     :param versions: names and versions of the packages involved.
@@ -131,6 +133,8 @@ class Profile:
     allocator: str
     created: str
     versions: Mapping[str, str]
+    mode: str = "verify"
+    objective: str = "memory"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(self.buckets))
@@ -144,6 +148,9 @@ class Profile:
         _set_float(self, "search_s")
         _set_float(self, "memory_fraction", above=0.0, high=1.0)
         _check_text("allocator", self.allocator)
+        for name, words in _WORDS.items():
+            if getattr(self, name) not in words:
+                raise ProfileError(f"{name} must be {' or '.join(words)}, is {getattr(self, name)!r}")
         try:
             zone = datetime.fromisoformat(self.created.replace("Z", "+00:00")).utcoffset()
         except (ValueError, AttributeError):
@@ -224,7 +231,10 @@ class Profile:
         return "\n".join(lines) + "\n"
 
 
+_WORDS = {"mode": ("verify", "fast"), "objective": ("memory", "throughput")}
 _SCALARS = (
+    "mode",
+    "objective",
     "allocator",
     "memory_fraction",
     "budget_bytes",
@@ -308,7 +318,10 @@ class _Parser(StrictReader):
             )
         if sizes.plain() != [bucket.size for bucket in buckets]:
             self.fail("bucket_batch_size must repeat the sizes in oomfit.buckets, it differs", sizes.line)
-        values = {name: self.child(section, name, _KINDS[name], "oomfit").value for name in _SCALARS}
+        older = {name: " (an older lhotse-oomfit wrote it)" for name in _WORDS}
+        values = {
+            name: self.child(section, name, _KINDS[name], "oomfit", hint=older.get(name, "")).value for name in _SCALARS
+        }
         try:
             profile = Profile(
                 bins=bins,
@@ -341,6 +354,8 @@ class _Parser(StrictReader):
 
 
 _KINDS: dict[str, Any] = {
+    "mode": str,
+    "objective": str,
     "allocator": str,
     "memory_fraction": float,
     "budget_bytes": int,

@@ -72,8 +72,14 @@ def summary(profile: Profile) -> str:
         f"{_count(profile.num_trials, 'trial step')}{soak}, {_count(profile.num_ooms, 'OOM')}, "
         f"{_count(profile.num_retries, 'allocator retry', 'allocator retries')}, {profile.search_s:.1f} s; "
         f"budget {format_bytes(profile.budget_bytes)} "
-        f"(fraction {profile.memory_fraction:g}, {profile.allocator})"
+        f"(fraction {profile.memory_fraction:g}, {profile.allocator}{_choices(profile)})"
     )
+
+
+def _choices(profile: Profile) -> str:
+    """How sizes were found, where it isn't as usual."""
+    mode = ", fast mode" if profile.mode == "fast" else ""
+    return mode + (", for throughput" if profile.objective == "throughput" else "")
 
 
 def bucket_label(profile: Profile, index: int) -> str:
@@ -125,6 +131,8 @@ def diff_fields(a: Profile, b: Profile) -> list[tuple[str, str | None, str | Non
             "budget": format_bytes(p.budget_bytes),
             "memory fraction": f"{p.memory_fraction:g}",
             "allocator": p.allocator,
+            "mode": p.mode,
+            "objective": p.objective,
             **{key: str(value) for key, value in p.train_ds().items() if not key.startswith("bucket_")},
         }
         for p in (a, b)

@@ -62,6 +62,8 @@ def profiles(draw: st.DrawFn) -> Profile:
         num_retries=draw(counts),
         search_s=draw(numbers),
         memory_fraction=draw(st.floats(min_value=0.0, max_value=1.0, exclude_min=True)),
+        mode=draw(st.sampled_from(["verify", "fast"])),
+        objective=draw(st.sampled_from(["memory", "throughput"])),
         allocator=draw(lines),
         created="2026-01-31T12:00:00+00:00",
         versions=draw(st.dictionaries(lines, lines, max_size=3)),
@@ -217,6 +219,19 @@ def resealed(**changes: object) -> str:
     return yaml.safe_dump(document, sort_keys=False)
 
 
+@pytest.mark.parametrize("name", ["mode", "objective"])
+def test_a_file_of_an_older_version_is_to_be_measured_again(name: str) -> None:
+    from lhotse_oomfit.profile import _checksum
+
+    document = make_profile().as_dict()
+    del document["oomfit"][name]
+    document["oomfit"]["checksum"] = _checksum(document)
+    message = f"oomfit must have {name!r}, has none (an older lhotse-oomfit wrote it)"
+    with pytest.raises(ProfileError, match=re.escape(message)) as caught:
+        parse(yaml.safe_dump(document, sort_keys=False))
+    assert "measure again with recalibrate='always'" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -250,6 +265,8 @@ def resealed(**changes: object) -> str:
         pytest.param(
             resealed(oomfit__budget_bytes=None), "oomfit.budget_bytes must be a whole number, is null", id="null"
         ),
+        pytest.param(resealed(oomfit__mode="quick"), "oomfit.mode must be verify or fast, is 'quick'", id="mode"),
+        pytest.param(resealed(oomfit__objective=1), "oomfit.objective must be text, is 1", id="objective"),
         pytest.param(resealed(oomfit__created="today"), "oomfit.created must be a UTC time", id="date"),
         pytest.param(
             resealed(oomfit__fingerprint={"torch": 2.11}), "oomfit.fingerprint.torch must be text", id="number"

@@ -58,6 +58,17 @@ def test_the_summary_counts_in_the_singular_too() -> None:
     assert text.startswith("1 trial step, 1 OOM, 1 allocator retry, 12.5 s; budget 954 MiB")
 
 
+def test_the_summary_says_when_sizes_are_predicted_or_chosen_for_throughput() -> None:
+    text = summary(make_profile(mode="fast", objective="throughput"))
+    assert text.endswith("(fraction 0.9, expandable_segments, fast mode, for throughput)")
+    assert summary(make_profile()).endswith("(fraction 0.9, expandable_segments)")
+
+
+def test_profiles_of_different_modes_differ() -> None:
+    fast = make_profile(mode="fast", objective="throughput")
+    assert diff_fields(make_profile(), fast) == [("mode", "verify", "fast"), ("objective", "memory", "throughput")]
+
+
 def test_sizes_are_compared_bucket_by_bucket() -> None:
     a, b = make_profile([2.0, 4.0], sizes=[20, 10]), make_profile([2.0, 6.0], sizes=[30, 5])
     assert diff_sizes(a, b) == [("<= 2", 20, 30), ("<= 4", 10, None), ("<= 6", None, 5)]
