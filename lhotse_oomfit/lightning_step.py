@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lhotse_oomfit.errors import UnsupportedStrategyError
 from lhotse_oomfit.strategies import unwrap_model
-from lhotse_oomfit.training import check_gradients, check_loss, hold_gradients, without_steps
+from lhotse_oomfit.training import check_gradients, check_loss, forget_trials, hold_gradients, without_steps
 
 try:
     import lightning.pytorch as pl
@@ -119,6 +119,7 @@ def _without_sync(model: Any) -> Iterator[None]:
             yield
     finally:
         model.require_forward_param_sync = synced
+        forget_trials(model)
 
 
 def check_trainer(trainer: Any, *, own_step: bool, reserved: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lhotse import CutSet
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lhotse_oomfit.errors import InvalidArgumentError, UnsupportedStrategyError
@@ -23,6 +24,7 @@ __all__ = [
     "Training",
     "check_gradients",
     "check_loss",
+    "forget_trials",
     "gradient_bytes",
     "hold_gradients",
     "loop_training",
@@ -279,6 +281,18 @@ def without_steps(module: torch.nn.Module, name: str) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
+def forget_trials(model: Any) -> None:
+    """Let DistributedDataParallel not take parameters for used because a trial used them.
+
+    With ``find_unused_parameters`` its reducer notes what got gradients, in backward passes that aren't reduced too. A
+    next step that left some of it out, a layer dropped at random or the other model of two, would be an error.
+    """
+    if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
+        reset = getattr(model.reducer, "_reset_state", None)
+        if reset is not None:
+            reset()
+
+
 def must_wake(optimizers: Sequence[Any]) -> bool:
     """Whether a first step will make some optimizer allocate: state that isn't there yet, or, since nobody can tell,
     a copy of the parameters that an optimizer around another one makes."""
@@ -293,7 +307,7 @@ def must_wake(optimizers: Sequence[Any]) -> bool:
 
 def resident_tensors(training: Training) -> Iterator[torch.Tensor]:
     """What lives through a step, for memory backends that can't ask an allocator: parameters, gradients, buffers,
-    optimizer state, and what optimizers, extras and holders keep in plain attributes (an EMA of the parameters); each once."""
+    optimizer state, and what optimizers, extras and holders keep in plain attributes (an EMA, say); each once."""
     layers = [layer for optimizer in training.optimizers for layer in unwrapped_optimizers(optimizer)]
     kept: list[Any] = []
     for item in (*layers, *training.extras, *training.holders):

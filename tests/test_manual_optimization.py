@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import warnings
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lhotse import CutSet
+from processes import results, run_ranks
 from test_lightning import Recogniser, finder, loader_for, pl, trainer_for  # skips without Lightning
 from tiny_asr import FEATURES, TinyDataset, TinyModel, fingerprint_of_state, tiny_cut, tiny_cuts, tiny_sampler
 from torch import nn
@@ -18,6 +20,7 @@ from torch.utils.data import DataLoader
 from lhotse_oomfit import calibrate
 from lhotse_oomfit.errors import InvalidArgumentError
 from lhotse_oomfit.memory import CpuMemory, live_tensors
+from lhotse_oomfit.training import forget_trials
 
 pytestmark = [
     pytest.mark.timeout(240),
@@ -330,3 +333,42 @@ def test_a_step_of_lightning_s_optimizers_inside_is_refused():
 def test_what_is_no_function_is_refused_when_the_callback_is_made():
     with pytest.raises(InvalidArgumentError, match="training_step must be a function, it is 3"):
         finder(training_step=3)
+
+
+def _ranks(rank: int, cache: Any) -> Any:
+    os.environ["LOCAL_RANK"] = str(rank)
+    callback, module = finder(cache, training_step=vocoder_step), vocoder()
+    trainer = fit(
+        module,
+        tiny_sampler(tiny_cuts(90)),
+        callback,
+        devices=2,
+        strategy="ddp_find_unused_parameters_true",  # the discriminator's pass leaves the generator out
+        use_distributed_sampler=False,
+        max_steps=6,
+    )
+    trained = {name: value for name, value in fingerprint_of_state(module).items() if "running" not in name}
+    return callback.profile.encode(), trainer.global_step, trained
+
+
+def test_under_ddp_one_rank_tries_manual_backward_passes_alone_and_training_goes_on_together(tmp_path):
+    first, second = results(run_ranks(_ranks, tmp_path, timeout_s=200))
+    assert first == second
+
+
+def _drops_a_layer(rank: int, forgets: bool) -> Any:
+    module = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    module.forward = lambda x: module[0](x)  # type: ignore[method-assign]
+    model = nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+    if rank == 0:  # as a trial that one rank runs alone on the module inside
+        module[1](module[0](torch.ones(1, 2))).sum().backward()
+        module.zero_grad()
+        if forgets:
+            forget_trials(model)
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    return module[0].weight.grad.tolist(), module[1].weight.grad
+
+
+def test_a_layer_that_a_trial_used_and_the_next_step_drops_is_no_error_under_ddp():
+    first, second = results(run_ranks(_drops_a_layer, True, timeout_s=100))
+    assert first == second == ([[0.5, 0.5], [0.5, 0.5]], None)
