@@ -22,6 +22,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from lhotse_oomfit.agreement import Agreement, new_agreement
 from lhotse_oomfit.errors import InvalidArgumentError, UnsupportedStrategyError
 from lhotse_oomfit.fit import CalibrationOptions, calibrate_training
 from lhotse_oomfit.late_memory import LateMemory
@@ -62,7 +63,7 @@ class BucketBatchSizeFinder(pl.Callback):
     :param make_batch: ``make_batch(batch_size=..., input_len=..., output_len=...)`` makes the worst-case batch, where
         the dataset can't collate one.
     :param memory_fraction, memory_limit, reserve, cache, recalibrate, verify_on_load, max_batch_size, num_sample_cuts,
-        num_soak_steps, heartbeat_timeout, calibration_timeout, progress: see
+        num_soak_steps, mode, objective, throughput_share, ranks, heartbeat_timeout, calibration_timeout, progress: see
         :class:`~lhotse_oomfit.fit.CalibrationOptions`.
     :raises InvalidArgumentError: for a value out of its range.
 
@@ -88,6 +89,10 @@ class BucketBatchSizeFinder(pl.Callback):
         max_batch_size: int | None = None,
         num_sample_cuts: int = 1000,
         num_soak_steps: int | None = None,
+        mode: Literal["verify", "fast"] = "verify",
+        objective: Literal["memory", "throughput"] = "memory",
+        throughput_share: float = 0.02,
+        ranks: Literal["rank0", "shard", "each", "lockstep"] = "rank0",
         heartbeat_timeout: float = 60.0,
         calibration_timeout: float = 7200.0,
         progress: bool | None = None,
@@ -102,6 +107,10 @@ class BucketBatchSizeFinder(pl.Callback):
             max_batch_size=max_batch_size,
             num_sample_cuts=num_sample_cuts,
             num_soak_steps=num_soak_steps,
+            mode=mode,
+            objective=objective,
+            throughput_share=throughput_share,
+            ranks=ranks,
             heartbeat_timeout=heartbeat_timeout,
             calibration_timeout=calibration_timeout,
             progress=progress,
@@ -121,6 +130,8 @@ class BucketBatchSizeFinder(pl.Callback):
         self._holds_position = True
         self._loaded: dict[str, Any] | None = None
         self._next_epoch = 0
+        self._agreement: Agreement | None = None
+        self._num_epochs = 0  # that began in this fit
         self._trainer: Any = None
         self._is_early = False  # whether there is no optimizer yet
         self._was_set_up_early = False
@@ -141,6 +152,8 @@ class BucketBatchSizeFinder(pl.Callback):
         self._sampler = None
         self._holds_position = True
         self._trainer = trainer
+        self._agreement = None
+        self._num_epochs = 0
         self._late_memory = None
         self._first_step = None
         self._remove()
@@ -185,10 +198,22 @@ class BucketBatchSizeFinder(pl.Callback):
             )
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Tell an iterable dataset the epoch, as Lightning tells a sampler."""
+        """Tell an iterable dataset the epoch, as Lightning tells a sampler; see that all ranks have the same sizes."""
         self._num_processed_before = None
+        if trainer.world_size > 1:
+            self._check_ranks(trainer)
         if self._set_epoch is not None:
             self._set_epoch(trainer.fit_loop.epoch_progress.current.processed)
+
+    def _check_ranks(self, trainer: Any) -> None:
+        if self._agreement is None:
+            self._agreement = new_agreement()
+        self._num_epochs += 1
+        for index, sampler in enumerate(self._found):
+            parts = sampler.shared_by_ranks()
+            if parts and self._agreement is not None:
+                when = f"when epoch {trainer.current_epoch} starts"
+                self._agreement.check(f"{self._num_epochs}/{index}", when, parts)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
         """Note where Lightning's count of batches stands when the epoch begins; look for memory that appeared late."""
@@ -291,6 +316,8 @@ class BucketBatchSizeFinder(pl.Callback):
         training = Training(
             module=module,
             step=LightningStep(trainer, scaler, self.training_step),
+            model=trainer.strategy.model,
+            step_together=LightningStep(trainer, scaler, self.training_step, together=True),
             collate=lambda cuts: collate_fn(dataset[cuts]),
             dataset=dataset,
             optimizers=list(trainer.strategy.optimizers),

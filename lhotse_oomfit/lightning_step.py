@@ -11,18 +11,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lhotse_oomfit.errors import UnsupportedStrategyError
-from lhotse_oomfit.strategies import unwrap_model
 from lhotse_oomfit.training import check_gradients, check_loss, forget_trials, hold_gradients, without_steps
 
 try:
     import lightning.pytorch as pl
+    from lightning.pytorch import strategies as pl_strategies
     from lightning.pytorch.loggers.logger import DummyLogger
-    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 except ImportError:  # the other name of the same package
     import pytorch_lightning as pl
+    from pytorch_lightning import strategies as pl_strategies
     from pytorch_lightning.loggers.logger import DummyLogger
-    from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
     from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
 __all__ = ["LightningStep", "TrainingStepFunction", "check_trainer", "largest_accumulation", "pl", "silenced"]
@@ -32,18 +31,32 @@ logger = logging.getLogger(__name__)
 TrainingStepFunction = Callable[[Any, Any], Any]
 """``training_step(module, batch)`` returns the loss, or None after it ran its backward passes itself."""
 
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+_REFUSED = ("DeepSpeed", "XLA")
+"""In the names of what is derived from one of those, and runs steps in another way."""
+
 
 class LightningStep:
     """What Lightning's loop does with one batch: transfer, ``training_step``, backward.
 
     :param training_step: stands in for the module's own, see :class:`~lhotse_oomfit.lightning.BucketBatchSizeFinder`.
+    :param together: whether all ranks run the step at once, through the strategy's wrapper as in training; without it,
+        one rank runs it on the module inside.
     """
 
-    def __init__(self, trainer: Any, scaler: Any, training_step: TrainingStepFunction | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        scaler: Any,
+        training_step: TrainingStepFunction | None = None,
+        *,
+        together: bool = False,
+    ) -> None:
         self._trainer = trainer
         self._module = trainer.lightning_module
         self._scaler = scaler
         self._training_step = training_step
+        self._together = together
         self._ran_backward = False
         self._holds_gradients = largest_accumulation(trainer) == 1  # else they are there all the time
         self._takes_batch_idx = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
@@ -60,8 +73,12 @@ class LightningStep:
             if loss is None:
                 return
         else:
-            with trainer.precision_plugin.train_step_context():
-                output = module.training_step(batch, 0) if self._takes_batch_idx else module.training_step(batch)
+            arguments = (batch, 0) if self._takes_batch_idx else (batch,)
+            if self._together:
+                output = trainer.strategy.training_step(*arguments)
+            else:
+                with trainer.precision_plugin.train_step_context():
+                    output = module.training_step(*arguments)
             loss = output.get("loss") if isinstance(output, dict) else output
             check_loss(loss, f"{type(module).__name__}.training_step")
         if self._holds_gradients:
@@ -73,12 +90,14 @@ class LightningStep:
 
     def _run_given(self, training_step: TrainingStepFunction, batch: Any) -> Any:
         """The loss that the given function returns; None if it ran backward."""
-        with (
-            self._trainer.precision_plugin.train_step_context(),
-            without_steps(self._module, "training_step"),
-            _without_sync(self._trainer.strategy.model),
-        ):
-            loss = training_step(self._module, batch)
+        strategy, module = self._trainer.strategy, self._module
+        with without_steps(module, "training_step"):
+            if self._together:
+                with _in_place_of_own(module, training_step):
+                    loss = strategy.training_step(batch)
+            else:
+                with self._trainer.precision_plugin.train_step_context(), _without_sync(strategy.model):
+                    loss = training_step(module, batch)
         if loss is not None:
             check_loss(loss, "training_step")
         elif not self._ran_backward:
@@ -94,6 +113,16 @@ class LightningStep:
         self._module.zero_grad(set_to_none=True)
         for optimizer in self._trainer.strategy.optimizers:
             optimizer.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _in_place_of_own(module: Any, training_step: TrainingStepFunction) -> Iterator[None]:
+    """Let the strategy, which calls the module's ``training_step`` inside its wrapper, call the given one."""
+    module.__dict__["training_step"] = lambda batch: training_step(module, batch)
+    try:
+        yield
+    finally:
+        del module.__dict__["training_step"]
 
 
 def largest_accumulation(trainer: Any) -> int:
@@ -130,12 +159,13 @@ def check_trainer(trainer: Any, *, own_step: bool, reserved: bool) -> None:
     :raises UnsupportedStrategyError: naming what it is, and what to do instead.
     """
     strategy = trainer.strategy
-    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+    known = tuple(getattr(pl_strategies, name) for name in _STRATEGIES if hasattr(pl_strategies, name))
+    names = [kind.__name__ for kind in type(strategy).__mro__]
+    if not isinstance(strategy, known) or any(word in name for name in names for word in _REFUSED):
         raise UnsupportedStrategyError(
-            f"strategy {type(strategy).__name__} can't be calibrated: parameters or activations are spread over ranks; "
-            f"use strategy='ddp' or one device, or set bucket_batch_size to a list of sizes"
+            f"strategy {type(strategy).__name__} can't be calibrated: only steps of one device, DDP, FSDP and FSDP2 "
+            f"(ModelParallelStrategy) can be tried; use one of these, or set bucket_batch_size to a list of sizes"
         )
-    unwrap_model(strategy.model)
     module = trainer.lightning_module
     frozen = sum(not parameter.requires_grad for parameter in module.parameters())
     unfreezing = any(isinstance(callback, pl.callbacks.BaseFinetuning) for callback in trainer.callbacks)

@@ -117,9 +117,6 @@ def _use_lightning(parts: Mapping[str, Any], use: Use[T], options: CalibrationOp
         raise _Done
 
     def instead(sampler: Any, training: Training) -> Any:
-        # On a card the wrapper itself holds the buckets; on a CPU only what is listed counts.
-        if ddp and training.device.type == "cpu":
-            training = _with_buckets(training)
         results.append(use(sampler, training, options))
         raise _Done
 
