@@ -206,11 +206,11 @@ def test_a_cache_in_the_way_does_not_lower_the_sizes(shapes, useless):
     card = Card(shapes=shapes, coefficients=AED)
     device = CachingDevice(card, useless=useless)
     found = measure(device)
-    assert found.num_retries > 0
+    assert (found.num_retries > 0) == (useless > 0.02)  # there is room for a cache of the usual size
     assert found.num_ooms == 0
     assert found.num_trials <= 1.4 * len(shapes)
     for k, size in enumerate(sizes_of(found)):
-        assert 0.93 * card.largest(k) - 1 <= size <= card.largest(k)
+        assert 0.92 * card.largest(k) - 1 <= size <= card.largest(k) / 1.02
 
 
 def test_an_allocator_that_fragments_is_measured_by_what_it_allocates_and_may_retry_in_the_soak():
