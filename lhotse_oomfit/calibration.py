@@ -7,6 +7,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -314,7 +315,8 @@ def _soak(
     if search.mode == "fast":
         num_in_pass, least_passes = math.ceil(_FAST_SOAK_SHARE * num_buckets), 1
     num_passes, num_offenders = 0, 0
-    with memory.cap(cap_bytes):
+    # Where running out of memory would end the job, the cap isn't enforced, but held against what was reserved.
+    with nullcontext() if search.cautious else memory.cap(cap_bytes):
         while num_passes < least_passes or num_offenders:
             num_passes, num_offenders = num_passes + 1, 0
             for k in rng.sample(range(num_buckets), num_in_pass):
@@ -324,23 +326,29 @@ def _soak(
                 num_steps -= 1
                 trial = runner.run(k, search.sizes[k], release=False)
                 book.enter(trial, soak=True)
-                if trial.status != "fits" or (trial.usage.num_retries and not fragments):
+                offence = _offence(trial, cap_bytes if search.cautious else None, fragments=fragments)
+                if offence is not None:
                     num_offenders += 1
                     memory.release()
                     smaller = min(int(trial.size * _SOAK_SHRINK), trial.size - 1)
-                    logger.info(
-                        "bucket %s: size %s %s in the soak; going on with %s",
-                        k,
-                        trial.size,
-                        "ran out of memory" if trial.status != "fits" else "made the allocator retry",
-                        smaller,
-                    )
+                    logger.info("bucket %s: size %s %s in the soak; going on with %s", k, trial.size, offence, smaller)
                     if smaller < 1:
                         return
                     search.lower(k, smaller + 1)
                 if on_trial is not None:
                     on_trial(trial, book.bucket(k, search.sizes[k]))
     memory.release()
+
+
+def _offence(trial: Trial, limit_bytes: int | None, *, fragments: bool) -> str | None:
+    """What a step of the soak did wrong, in words; None if nothing."""
+    if trial.status != "fits":
+        return "ran out of memory"
+    if trial.usage.num_retries and not fragments:
+        return "made the allocator retry"
+    if limit_bytes is not None and trial.usage.reserved_bytes > limit_bytes:
+        return "exceeded the budget"
+    return None
 
 
 class _Book:

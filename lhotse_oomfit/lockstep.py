@@ -90,10 +90,18 @@ class Crew:
     def failed(self) -> RankFailedError:
         """The error that says which rank failed; waits a moment for that rank to tell."""
         deadline = time.monotonic() + _GRACE_S / 2
-        failure = self._ranks.failure()
-        while failure is None and time.monotonic() < deadline:
-            time.sleep(0.1)
-            failure = self._ranks.failure()
+        failure: Failure | None = None
+        try:
+            while failure is None and time.monotonic() < deadline:
+                failure = self._ranks.failure()
+                if failure is None:
+                    time.sleep(0.1)
+        except (RuntimeError, ConnectionError) as error:
+            lost = str(error).partition("\n")[0]
+            return RankFailedError(
+                f"rank {self.rank} lost the connection to the job's store in a trial that all ranks run together, "
+                f"which usually means that the process serving it died ({lost}); see its log"
+            )
         if failure is None:
             return RankFailedError(f"another rank than {self.rank} died in a trial that all ranks run together")
         self._ranks.acknowledge(failure)

@@ -173,7 +173,10 @@ class StoreRanks:
         return _failure(said)
 
     def failure(self) -> Failure | None:
-        """The first failure that any rank told; None while there is none."""
+        """The first failure that any rank told; None while there is none.
+
+        :raises RuntimeError: if the process that serves the store is gone.
+        """
         return _failure(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
 
     def acknowledge(self, failure: Failure) -> None:
@@ -196,11 +199,20 @@ class StoreRanks:
             result = work()
         except BaseException as error:
             failure = self._failure_of(error, key)
-            self._store.set(key, json.dumps({"error": failure.error, "rank": failure.rank}))
-            self.fail(failure)
-            self._wait_for_readers(key, readers)
+            try:
+                self._store.set(key, json.dumps({"error": failure.error, "rank": failure.rank}))
+                self.fail(failure)
+                self._wait_for_readers(key, readers)
+            except (RuntimeError, ConnectionError) as lost:  # the process that serves the store is gone as well
+                logger.warning("the other ranks can't be told that this one failed: %s", _first_line(lost))
             raise
-        self._store.set(key, json.dumps({"result": result}))
+        try:
+            self._store.set(key, json.dumps({"result": result}))
+        except (RuntimeError, ConnectionError) as error:
+            raise RankFailedError(
+                f"rank {self.rank} lost the connection to the job's store, which usually means that the process "
+                f"serving it died ({_first_line(error)}); see its log"
+            ) from error
         if stay:
             self._wait_for_readers(key, readers)
         return result
@@ -229,7 +241,7 @@ class StoreRanks:
             try:
                 self._store.add(f"heart/{self.rank}", 1)
             except (RuntimeError, ConnectionError) as error:
-                logger.warning("the heartbeat to the waiting ranks failed: %s", error)
+                logger.warning("the heartbeat to the waiting ranks failed: %s", _first_line(error))
                 return
             stop.wait(interval_s)
 
@@ -280,7 +292,7 @@ class StoreRanks:
                 stop.wait(pause_s)
                 pause_s = min(1.02 * pause_s, _POLL_MOST_S)
         except (RuntimeError, ConnectionError) as error:
-            inbox.put(("lost", str(error).partition("\n")[0]))
+            inbox.put(("lost", _first_line(error)))
 
     def _listen(self, inbox: queue.Queue[tuple[str, str]], leader: int) -> str:
         started = last_log = last_poll = time.monotonic()
@@ -319,6 +331,10 @@ class StoreRanks:
             if now - last_log > _LOG_EVERY_S:
                 last_log = now
                 logger.info("waiting for rank %s to calibrate (%.0f s so far)", leader, now - started)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _failure(text: bytes | str) -> Failure:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.queues import Queue
+from pathlib import Path
 from queue import Empty
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -77,6 +80,67 @@ def run_ranks(
             if process.is_alive():
                 process.kill()
     return found
+
+
+_APART = """
+import importlib, sys, traceback
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+module, name = sys.argv[1].split(":")
+dist.init_process_group("gloo")
+try:
+    getattr(importlib.import_module(module), name)(dist.get_rank(), *sys.argv[2:])
+except BaseException:
+    traceback.print_exc()
+    sys.exit(3)
+"""
+
+
+def run_apart(
+    work: str, *args: str, folder: Path, world_size: int = 2, timeout_s: float = 60.0
+) -> tuple[list[str], list[int | None]]:
+    """Run ``module:function`` on every rank, in processes that may end themselves; a rank that is stopped is killed
+    once all others have ended.
+
+    :param work: in a module of the tests.
+    :param args: passed on as texts, after the rank.
+    :param folder: for what the ranks write.
+    :return: what each rank wrote, and its exit code; None for one that was stopped.
+    """
+    port, here = free_port(), Path(__file__).parent
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
+    env["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), env.get("PYTHONPATH", "")])
+    env["OMP_NUM_THREADS"] = "1"
+    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as out:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-c", _APART, work, *args],
+                    env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+    deadline = monotonic() + timeout_s
+    codes: list[int | None] = [None] * world_size
+    try:
+        while monotonic() < deadline:
+            codes = [process.poll() for process in processes]
+            running = [process.pid for process, code in zip(processes, codes, strict=True) if code is None]
+            if all(_is_stopped(pid) for pid in running):
+                return [log.read_text() for log in logs], codes
+            sleep(0.1)
+        raise TimeoutError(f"ranks {codes} still ran after {timeout_s:g} s: {[log.read_text() for log in logs]}")
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def results(found: dict[int, tuple[str, Any]]) -> list[Any]:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from processes import results, run_ranks
-from tiny_asr import TinyDataset, TinyModel, fingerprint_of_state, tiny_cuts, tiny_sampler, training_step
+from lhotse import CutSet
+from processes import results, run_apart, run_ranks
+from tiny_asr import TinyDataset, TinyModel, tiny_cuts, tiny_sampler
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lhotse_oomfit import calibrate
+from lhotse_oomfit import Profile, calibrate
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -93,23 +98,21 @@ def loss_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model.loss(batch) if hasattr(type(model), "loss") else model(batch)
 
 
-def find(model: nn.Module, cache: Path | bool = False, **options: Any) -> list[int]:
-    sampler = tiny_sampler(tiny_cuts(60))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    defaults: dict[str, Any] = {"memory_limit": "24MiB", "cache": cache, "num_sample_cuts": 40}
-    profile = calibrate(
-        sampler,
-        TinyDataset(),
-        model=model,
-        optimizer=optimizer,
-        training_step=loss_step,
-        **{**defaults, **options},
-    )
-    return profile.bucket_batch_size
+def calibrated(model: nn.Module, **options: Any) -> Profile:
+    optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters(), lr=1e-3)
+    defaults: dict[str, Any] = {
+        "training_step": loss_step,
+        "memory_limit": "24MiB",
+        "cache": False,
+        "num_sample_cuts": 40,
+        "heartbeat_timeout": 8,
+    }
+    sampler = tiny_sampler(tiny_cuts(60), **options.pop("sampler", {}))
+    return calibrate(sampler, TinyDataset(), model=model, optimizer=optimizer, **{**defaults, **options})
 
 
 def _sizes(rank: int, kind: str, options: dict[str, Any]) -> list[int]:
-    return find(made(kind), **options)
+    return calibrated(made(kind), **options).bucket_batch_size
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "static", "meeting"])
@@ -118,3 +121,150 @@ def test_what_one_rank_cannot_run_alone_is_measured_by_all_together(kind: str):
     assert first == second
     assert all(size > 1 for size in first)
     assert first == sorted(first, reverse=True)
+
+
+def _trained(rank: int, kind: str, calibrates: bool) -> dict[str, Any]:
+    model = made(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if calibrates:
+        calibrated(model, optimizer=optimizer)
+    torch.manual_seed(1 + rank)
+    cuts = list(tiny_cuts(24))
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_step(model, TinyDataset()[CutSet.from_cuts(cuts[step + 12 * rank : step + 12 * rank + 6])]).backward()
+        optimizer.step()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
+    return {str(index): p.detach().numpy().tobytes() for index, p in enumerate(whole)}
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp1", "static"])
+def test_training_after_a_calibration_in_lockstep_is_the_same_to_the_last_bit(kind: str):
+    with_it = results(run_ranks(_trained, kind, True, timeout_s=150))
+    without = results(run_ranks(_trained, kind, False, timeout_s=100))
+    assert with_it == without
+    assert with_it[0] == with_it[1] or kind == "fsdp1"  # which shows each rank its shard
+
+
+# What goes wrong
+
+
+def _ends(rank: int, kind: str, how: str, cache: str) -> list[int]:
+    """Calibrate, with something going wrong in the fifth trial of the last rank (or of the first)."""
+    model = made(kind)
+    culprit = 0 if how == "first-killed" else 1
+    trials = 0
+
+    def step(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        nonlocal trials
+        trials += 1
+        if rank == culprit and trials == 5:
+            if how == "memory":
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            if how == "bug":
+                raise ValueError("there is a bug in the model")
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+        return loss_step(module, batch)
+
+    return calibrated(model, training_step=step, cache=cache or False).bucket_batch_size
+
+
+def _end_of(tmp_path: Path, kind: str, how: str, *, cache: str = "") -> tuple[str, list[int | None]]:
+    """What all ranks of a job wrote, and their exit codes."""
+    return run_apart("test_lockstep:_ends", kind, how, cache, folder=tmp_path, timeout_s=60)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "meeting"])
+def test_a_rank_that_runs_out_of_memory_in_lockstep_ends_all_with_the_reason(tmp_path: Path, kind: str):
+    said, codes = _end_of(tmp_path, kind, "memory")
+    assert all(codes)
+    assert all("rank 1 can't finish a trial step that all ranks run together" in text for text in said)
+    assert all("Tried to allocate 2.00 GiB" in text for text in said)
+
+
+def _fails_once(rank: int, folder: str) -> list[int]:
+    """The fifth trial runs out of memory on the last rank, in the first job alone."""
+    ran: list[tuple[int, int]] = []
+    failed, tried = Path(folder, "failed"), Path(folder, f"tried{rank}")
+
+    def step(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        ran.append((round(batch["features"].shape[1] / 100), len(batch["features"])))
+        if rank == 1 and len(ran) == 5 and not failed.exists():
+            failed.touch()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return loss_step(module, batch)
+
+    sizes = calibrated(made("static"), training_step=step, cache=f"{folder}/cache").bucket_batch_size
+    tried.write_text(json.dumps([ran, sizes]))
+    return sizes
+
+
+def test_the_job_started_again_goes_on_below_the_size_that_failed(tmp_path: Path):
+    _, codes = run_apart("test_lockstep:_fails_once", str(tmp_path), folder=tmp_path, timeout_s=60)
+    assert all(codes)
+    (partial,) = (tmp_path / "cache").glob("*.partial.jsonl")
+    lines = [json.loads(line) for line in partial.read_text().splitlines()]
+    (failed,) = [line for line in lines[1:] if line["peak_bytes"] is None]
+    assert len(lines) == 1 + 5  # which trials, four that fitted, the one that didn't
+    said, codes = run_apart("test_lockstep:_fails_once", str(tmp_path), folder=tmp_path, timeout_s=60)
+    assert codes == [0, 0], said
+    ran, sizes = json.loads((tmp_path / "tried0").read_text())
+    # Buckets are as long, in seconds, as their index and one; nothing is tried twice.
+    assert not {(line["bucket"] + 1, line["size"]) for line in lines[1:]} & {tuple(each) for each in ran}
+    assert sizes[failed["bucket"]] < failed["size"]
+    assert not partial.exists()
+
+
+def test_an_error_of_one_rank_in_lockstep_ends_all_with_its_text(tmp_path: Path):
+    said, codes = _end_of(tmp_path, "meeting", "bug")
+    assert all(codes)
+    assert all("ValueError: there is a bug in the model" in text for text in said)
+
+
+@pytest.mark.parametrize("how", ["killed", "first-killed", "stopped"])
+def test_a_rank_that_dies_or_stops_in_lockstep_ends_the_others(tmp_path: Path, how: str):
+    said, codes = _end_of(tmp_path, "static", how)
+    survivor = 1 if how == "first-killed" else 0
+    assert codes[survivor]
+    assert re.search(r"rank \d+ failed in a trial|another rank than \d died|lost the connection", said[survivor])
+
+
+def _builds(rank: int) -> list[int]:
+    """One rank can't build batches of over 20 examples."""
+
+    def make_batch(batch_size: int, input_len: float, output_len: int | None) -> dict[str, torch.Tensor]:
+        if rank == 1 and batch_size > 20:
+            raise MemoryError("no room for the batch")
+        frames = int(input_len * 100)
+        return {
+            "features": torch.zeros(batch_size, frames, 16),
+            "feature_lens": torch.full((batch_size,), frames),
+            "tokens": torch.ones(batch_size, output_len or 1, dtype=torch.long),
+            "token_lens": torch.full((batch_size,), output_len or 1),
+        }
+
+    return calibrated(made("static"), make_batch=make_batch).bucket_batch_size
+
+
+def test_a_batch_that_one_rank_cannot_build_is_too_large_for_all():
+    first, second = results(run_ranks(_builds, timeout_s=100))
+    assert first == second
+    assert max(first) == 20
+
+
+def _slow(rank: int, ranks: str) -> list[int]:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=3), dist.group.WORLD)
+    slept = []
+
+    def step(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if not slept and rank == 0:
+            slept.append(time.sleep(6))
+        return loss_step(module, batch)
+
+    return calibrated(made("ddp"), training_step=step, ranks=ranks, heartbeat_timeout=20).bucket_batch_size
+
+
+@pytest.mark.parametrize("ranks", ["rank0", "shard", "each"])
+def test_a_trial_longer_than_the_groups_own_timeout_is_no_failure(ranks: str):
+    first, second = results(run_ranks(_slow, ranks, timeout_s=100))
+    assert first == second
