@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from lhotse import CutSet
 
+from lhotse_oomfit.errors import WorstCaseError
 from lhotse_oomfit.sampler import CalibratedBucketingSampler
 from lhotse_oomfit.search import BucketShape
 from lhotse_oomfit.shapes import WorstCases
@@ -41,7 +43,7 @@ class JointBatches(ABC):
     """Batches for a step that holds examples of several samplers.
 
     :param members: the samplers, in the order in which a step gets their batches.
-    :param num_few: how many examples of a sampler to be calibrated a step holds while another one is measured.
+    :param num_few: how many examples of each a step holds while another one is measured.
     """
 
     def __init__(self, members: Sequence[Member], *, num_sample_cuts: int, num_few: int) -> None:
@@ -50,16 +52,16 @@ class JointBatches(ABC):
             WorstCases(member.sampler, self._training(i), member.sampler.sample_cuts(num_sample_cuts))
             for i, member in enumerate(members)
         ]
-        self.few = [self._few(i, num_few) for i in range(len(members))]
-        """For each sampler its longest bucket with few examples; where its sizes are given, its largest batch."""
+        self.few: list[Choice] = [(_longest(case.shapes), num_few) for case in self.cases]
+        """For each sampler its longest bucket with few examples."""
+        self.given = {i: self._heaviest(i) for i, member in enumerate(members) if not member.sampler.is_auto}
+        """For each sampler whose sizes are given its heaviest batch."""
 
     def _training(self, i: int) -> Training:
         return self.members[i].training
 
-    def _few(self, i: int, num_few: int) -> Choice:
-        shapes, sizes = self.cases[i].shapes, self.members[i].sampler.bucket_batch_size
-        if self.members[i].sampler.is_auto or sizes is None:
-            return max(range(len(shapes)), key=lambda k: (shapes[k].input_len, shapes[k].output_len)), num_few
+    def _heaviest(self, i: int) -> Choice:
+        shapes, sizes = self.shapes(i), self.members[i].sampler.bucket_batch_size or []
         k = max(range(len(shapes)), key=lambda k: (shapes[k].input_len * sizes[k], shapes[k].input_len))
         return k, sizes[k]
 
@@ -113,7 +115,7 @@ class MergedBatches(JointBatches):
     def together(self, choices: Sequence[Choice]) -> Any:
         shapes = [case.shapes[k] for case, (k, _) in zip(self.cases, choices, strict=True)]
         lens = [case.output_lens[k] for case, (k, _) in zip(self.cases, choices, strict=True)]
-        longest = max(range(len(shapes)), key=lambda i: (shapes[i].input_len, shapes[i].output_len))
+        longest = _longest(shapes)
         return self.cases[longest].at(
             input_len=shapes[longest].input_len,
             output_len=max((n for n in lens if n is not None), default=None),
@@ -122,41 +124,60 @@ class MergedBatches(JointBatches):
 
 
 class TupleBatches(JointBatches):
-    """The dataset gets a tuple of CutSets."""
+    """The dataset gets a tuple of CutSets.
+
+    :raises WorstCaseError: if it can't take one.
+    """
 
     def __init__(self, members: Sequence[Member], *, num_sample_cuts: int, num_few: int) -> None:
         self._beside: list[list[Any]] = [[] for _ in members]  # few cuts of each sampler
         super().__init__(members, num_sample_cuts=num_sample_cuts, num_few=num_few)
         for i, (case, choice) in enumerate(zip(self.cases, self.few, strict=True)):
             self._beside[i] += case.copies(*choice)
+        self._is_list = type(self.together(self.few)) is list
 
     def _training(self, i: int) -> Training:
         training = self.members[i].training
-        samplers, beside, collate = [member.sampler for member in self.members], self._beside, training.collate
+        samplers, beside = [member.sampler for member in self.members], self._beside
+        collate: Callable[[Any], Any] = training.collate
 
         # Collation is watched for what it changes, objects that this function reaches included: not `self`.
         def collate_beside(cuts: CutSet) -> Any:
-            return collate(
-                tuple(  # type: ignore[arg-type]
+            batch = collate(
+                tuple(
                     cuts if j == i else sampler.transform(CutSet.from_cuts([independent(cut) for cut in beside[j]]))
                     for j, sampler in enumerate(samplers)
                 )
             )
+            # The parts of a list are taken for examples, those of a tuple aren't.
+            return tuple(batch) if type(batch) is list else batch
 
         return replace(training, collate=collate_beside)
 
     def varied(self, i: int, bucket: int, size: int) -> Any:
-        return self.cases[i].make(bucket, size)
+        batch = self.cases[i].make(bucket, size)
+        return list(batch) if self._is_list else batch
 
     def together(self, choices: Sequence[Choice]) -> Any:
-        collate = self.members[0].training.collate
+        collate: Callable[[Any], Any] = self.members[0].training.collate
         with untracked(), undisturbed(collate):
-            return collate(
-                tuple(  # type: ignore[arg-type]
-                    member.sampler.transform(CutSet.from_cuts(case.copies(*choice)))
-                    for member, case, choice in zip(self.members, self.cases, choices, strict=True)
-                )
+            cuts = tuple(
+                member.sampler.transform(CutSet.from_cuts(case.copies(*choice)))
+                for member, case, choice in zip(self.members, self.cases, choices, strict=True)
             )
+            try:
+                return collate(cuts)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception as error:
+                raise WorstCaseError(
+                    f"the dataset must collate a tuple of CutSets, one of each sampler, but raised "
+                    f"{type(error).__name__}: {error}; ZipSampler(merge_batches=True) gives it a single CutSet"
+                ) from error
+
+
+def _longest(shapes: Sequence[BucketShape]) -> int:
+    return max(range(len(shapes)), key=lambda k: (shapes[k].input_len, shapes[k].output_len))
 
 
 def _largest(shapes: Sequence[BucketShape]) -> BucketShape:
