@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lhotse_oomfit import Profile, calibrate
+from lhotse_oomfit.memory import backend_for
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -121,6 +122,81 @@ def test_what_one_rank_cannot_run_alone_is_measured_by_all_together(kind: str):
     assert first == second
     assert all(size > 1 for size in first)
     assert first == sorted(first, reverse=True)
+
+
+LAYERS, WIDTH = 6, 512
+
+
+def _gathered(rank: int) -> tuple[float, float]:
+    """Peaks of a forward pass, and of a whole step, of a batch that takes nearly nothing, in layers of the model."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    memory = backend_for("cpu", memory_limit="600MiB", resident=lambda: list(model.parameters()))
+    with memory.measure() as usage:
+        outputs = model(torch.randn(2, WIDTH))
+        forward_bytes = usage().allocated_bytes
+        outputs.sum().backward()
+    layer_bytes = WIDTH * WIDTH * 4
+    return forward_bytes / layer_bytes, usage().allocated_bytes / layer_bytes
+
+
+def test_the_tracked_peak_of_fsdp_is_that_of_its_all_gathers():
+    for forward, whole in results(run_ranks(_gathered, timeout_s=100)):
+        # Half of each layer is resident; while a layer runs it is whole, beside the buffer that it was gathered into
+        # and the one of the layer before, which lives until the next copy is made.
+        assert LAYERS / 2 + 3 <= forward <= LAYERS / 2 + 3.1
+        # Backward adds the halves of the gradients, but for those of the layer that is running.
+        assert forward + (LAYERS - 1) / 2 <= whole <= forward + (LAYERS + 2) / 2
+
+
+def _forced(rank: int) -> tuple[list[int], list[int]]:
+    """The sizes found, and the true ones, by a bisection of single steps."""
+    model = made("fsdp2")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    sizes = calibrated(model, optimizer=optimizer).bucket_batch_size
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    state = [v for each in optimizer.state.values() for v in each.values() if isinstance(v, torch.Tensor)]
+    memory = backend_for("cpu", memory_limit="1GiB", resident=lambda: [*model.parameters(), *model.buffers(), *state])
+
+    def peak_bytes(seconds: int, size: int) -> int:
+        with memory.measure() as usage:
+            batch = {
+                "features": torch.randn(size, 100 * seconds, 16),
+                "feature_lens": torch.full((size,), 100 * seconds),
+                "tokens": torch.ones(size, 12 * seconds, dtype=torch.long),
+                "token_lens": torch.full((size,), 12 * seconds),
+            }
+            loss_step(model, batch).backward()
+        model.zero_grad()
+        most = torch.tensor(usage().allocated_bytes)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
+
+    true = []
+    for seconds in range(1, 5):
+        low, high = 1, 2 * sizes[seconds - 1]
+        while high - low > 1:
+            middle = (low + high) // 2
+            fits = peak_bytes(seconds, middle) <= 0.9 * 24 * 2**20
+            low, high = (middle, high) if fits else (low, middle)
+        true.append(low)
+    return sizes, true
+
+
+def test_sizes_under_fsdp_are_those_of_brute_force():
+    (sizes, true), (again, _) = results(run_ranks(_forced, timeout_s=150))
+    assert sizes == again
+    for found, largest in zip(sizes, true, strict=True):
+        assert 0.97 * largest - 1 <= found <= largest
 
 
 def _trained(rank: int, kind: str, calibrates: bool) -> dict[str, Any]:
