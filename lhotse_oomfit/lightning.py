@@ -126,7 +126,7 @@ class BucketBatchSizeFinder(pl.Callback):
         self._num_resumed = 0  # batches of this epoch that lie before a loaded position
         self._num_processed_before: int | None = None  # Lightning's count when this epoch's first batch began
         self._set_epoch: Callable[[int], None] | None = None
-        self._found: list[CalibratedBucketingSampler] = []  # in the loaders of this set-up of training data
+        self._found: list[CalibratedBucketingSampler] = []  # in the training loaders
         self._holds_position = True
         self._loaded: dict[str, Any] | None = None
         self._next_epoch = 0
@@ -154,6 +154,7 @@ class BucketBatchSizeFinder(pl.Callback):
         self._trainer = trainer
         self._agreement = None
         self._num_epochs = 0
+        self._found = []
         self._late_memory = None
         self._first_step = None
         self._remove()
@@ -171,12 +172,13 @@ class BucketBatchSizeFinder(pl.Callback):
                 self._was_set_up_early = False
             # Validation loaders go through process_dataloader too, but not from here.
             strategy.process_dataloader = process
-            self._found = []
+            found, self._found = self._found, []
             try:
                 with _check_requested(loop):
                     setup_data()
             finally:
                 del strategy.process_dataloader
+            self._found = self._found or found  # Lightning asks every epoch, and makes loaders anew only at times
 
         loop.setup_data = setup
 

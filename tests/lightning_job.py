@@ -1,0 +1,142 @@
+"""A small Lightning training on two CPU ranks, to be started as a script: what each rank ended with, as JSON.
+
+python lightning_job.py OUTPUT '{"strategy": "ddp_spawn", "max_epochs": 1}'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from tiny_asr import TinyDataset, TinyModel, tiny_cuts, tiny_sampler
+from torch.utils.data import DataLoader
+
+from lhotse_oomfit.lightning import BucketBatchSizeFinder
+
+OPTIONS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "use_distributed_sampler": False,
+    "log_every_n_steps": 1,
+}
+
+
+class IdsDataset(TinyDataset):
+    def __getitem__(self, cuts: Any) -> Any:
+        return {**super().__getitem__(cuts), "ids": [cut.id for cut in cuts]}
+
+
+class Recogniser(pl.LightningModule):
+    """Notes what it trained on; on the way out, writes what its rank ended with."""
+
+    def __init__(self, output: Path, callback: BucketBatchSizeFinder, *, num_cuts: int = 90) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.model = TinyModel()
+        self.output, self.callback, self.num_cuts = output, callback, num_cuts
+        self.ids: list[list[str]] = []
+        self.num_trials: list[int] = []
+        self.sizes: list[list[int]] = []
+        self.samplers: list[Any] = []
+
+    def configure_model(self) -> None:
+        """Shard the model where the strategy gives a mesh for it (FSDP2)."""
+        mesh = getattr(self, "_device_mesh", None)
+        if mesh is not None and not isinstance(self.model.head.weight, torch.distributed.tensor.DTensor):
+            torch.distributed.fsdp.fully_shard(self.model.block, mesh=mesh["data_parallel"])
+            torch.distributed.fsdp.fully_shard(self.model, mesh=mesh["data_parallel"])
+            torch.distributed.fsdp.register_fsdp_forward_method(self.model, "loss")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.model.loss(batch)
+        self.log("loss", loss, batch_size=len(batch["ids"]))
+        self.ids.append(batch["ids"])
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("valid", self.model.loss(batch), batch_size=len(batch["ids"]), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> Any:
+        self.samplers.append(tiny_sampler(tiny_cuts(self.num_cuts)))
+        return DataLoader(IdsDataset(), sampler=self.samplers[-1], batch_size=None)
+
+    def val_dataloader(self) -> Any:
+        sampler = tiny_sampler(tiny_cuts(8), bucket_batch_size=[2, 2, 2, 2], shuffle=False)
+        return DataLoader(IdsDataset(), sampler=sampler, batch_size=None)
+
+    def on_train_epoch_start(self) -> None:
+        self.sizes.append(self.samplers[-1].bucket_batch_size)
+
+    def on_train_end(self) -> None:
+        state = {name: _whole(value) for name, value in sorted(self.named_parameters())}
+        bits = b"".join(value.detach().cpu().numpy().tobytes() for value in state.values())
+        profile = self.callback.profile
+        said = {
+            "profile": profile.encode(),
+            "num_trials": profile.num_trials,
+            "ranks": profile.fingerprint.fields["ranks"],
+            "strategy": profile.fingerprint.fields["strategy"],
+            "bucket_batch_size": profile.bucket_batch_size,
+            "sizes": self.sizes,
+            "ids": self.ids,
+            "parameters": hashlib.sha256(bits).hexdigest(),
+        }
+        self.output.joinpath(f"rank{self.global_rank}.json").write_text(json.dumps(said))
+
+
+def _whole(parameter: Any) -> torch.Tensor:
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+def made_strategy(name: str) -> Any:
+    from lightning.pytorch import strategies
+
+    if name == "static_graph":
+        return strategies.DDPStrategy(static_graph=True, find_unused_parameters=False)
+    if name == "fsdp2":
+        return strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    if name == "fsdp1":
+        return strategies.FSDPStrategy(auto_wrap_policy={torch.nn.TransformerEncoderLayer})
+    return name
+
+
+def step_of(module: Recogniser, batch: Any) -> Any:
+    return module.model.loss(batch)
+
+
+def train(
+    output: Path,
+    strategy: str = "ddp",
+    finder: dict[str, Any] | None = None,
+    given_step: bool = False,
+    **options: Any,
+) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.basicConfig(level=logging.INFO)
+    callback = BucketBatchSizeFinder(
+        training_step=step_of if given_step else None,
+        **{"memory_limit": "3MiB", "cache": False, "progress": False, "num_sample_cuts": 40, **(finder or {})},
+    )
+    module = Recogniser(output, callback)
+    trainer = pl.Trainer(callbacks=[callback], strategy=made_strategy(strategy), **{**OPTIONS, **options})
+    trainer.fit(module)
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), **json.loads(sys.argv[2]))
