@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from lhotse_oomfit import __version__
 from lhotse_oomfit.bins_command import bins_command
 from lhotse_oomfit.errors import OomfitError, ProfileError
 from lhotse_oomfit.store import Entry, ProfileStore
@@ -29,6 +28,7 @@ from lhotse_oomfit.terminal import (
     width,
 )
 from lhotse_oomfit.training_commands import calibrate_command, doctor_command, verify_command
+from lhotse_oomfit.version import __version__
 
 __all__ = ["main"]
 

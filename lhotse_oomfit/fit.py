@@ -15,6 +15,7 @@ from lhotse_oomfit.arguments import check_profile_bins
 from lhotse_oomfit.composite import Member, calibrate_apart, calibrate_members, is_composite
 from lhotse_oomfit.errors import InvalidArgumentError
 from lhotse_oomfit.job import Job
+from lhotse_oomfit.late_memory import LateMemory, watch_steps
 from lhotse_oomfit.options import CalibrationOptions
 from lhotse_oomfit.profile import Profile
 from lhotse_oomfit.ranks import SingleRank, current_ranks
@@ -96,7 +97,8 @@ def calibrate(
     :param optimizer: the optimizer, or a sequence of them.
     :param training_step: ``training_step(model, batch) -> loss``, with the model unwrapped and the batch as the
         DataLoader yields it: it moves the batch to the device, runs the forward pass (under autocast, if training
-        does) and returns the loss, a scalar. Backward is done here.
+        does) and returns the loss, a scalar. Backward is done here. It may also return None after running its backward
+        passes itself (several, with several optimizers), with ``optimizer.step()`` left out.
     :param make_batch: ``make_batch(batch_size=..., input_len=..., output_len=...)`` makes the worst-case batch, where
         the dataset can't collate one; lengths are those of the bucket (seconds and tokens; ``output_len`` may be None).
     :param accumulate_grad_batches: above 1, gradients stay alive over forward passes, which costs memory.
@@ -136,8 +138,18 @@ def calibrate(
         **options,
     )
     if is_composite(sampler):
-        return calibrate_several(sampler, training, chosen)
-    return calibrate_training(sampler, training, chosen)
+        profiles = calibrate_several(sampler, training, chosen)
+        _watch(training, chosen, profiles)
+        return profiles
+    profile = calibrate_training(sampler, training, chosen)
+    _watch(training, chosen, [profile])
+    return profile
+
+
+def _watch(training: Training, options: CalibrationOptions, profiles: Sequence[Profile]) -> None:
+    """Look in the first steps of the training whether memory appears that the calibration couldn't see."""
+    budget_bytes = min(profile.budget_bytes for profile in profiles)
+    watch_steps(LateMemory(training, budget_bytes=budget_bytes, reserve=options.reserve), training.optimizers)
 
 
 def calibrate_training(

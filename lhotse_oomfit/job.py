@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lhotse_oomfit import __version__
 from lhotse_oomfit.bytecode import callable_digest
 from lhotse_oomfit.calibration import Measurement, measure_sizes, refuse_unfit, wake_optimizers
 from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError, LockStepMemoryError, RankFailedError
@@ -40,10 +39,18 @@ from lhotse_oomfit.snapshot import leave_no_trace
 from lhotse_oomfit.store import ProfileStore
 from lhotse_oomfit.strategies import ReducerBuckets, lockstep_reason, refuse_strategy
 from lhotse_oomfit.teamwork import decode, encode, merge_each, merge_shares, share_out
-from lhotse_oomfit.training import Training, gradient_bytes, parts_of, resident_tensors
+from lhotse_oomfit.training import (
+    Training,
+    forget_trials,
+    gradient_bytes,
+    must_wake,
+    parts_of,
+    resident_tensors,
+)
 from lhotse_oomfit.traits import dataset_fields, environment_fields, model_fields, optimizer_fields
 from lhotse_oomfit.trial import Trial, TrialRunner
 from lhotse_oomfit.verification import Check, check_tightest
+from lhotse_oomfit.version import __version__
 
 __all__ = ["Job"]
 
@@ -409,13 +416,7 @@ class Job:
         step = training.step
         if self.mode == "lockstep" and training.step_together is not None:
             step = training.step_together
-        wake = not all(
-            parameter in optimizer.state
-            for optimizer in training.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        )
+        wake = must_wake(training.optimizers)
         if crew is not None:
             wake = bool(crew.largest(int(wake))[0])
         keep_gradients = training.accumulate_grad_batches > 1
@@ -447,6 +448,7 @@ class Job:
                 yield LockStepRunner(
                     crew=crew, step=step, memory=memory, make_batch=make_batch, keep_gradients=keep_gradients
                 )
+        forget_trials(training.model)
         memory.release()
 
     # The profile

@@ -28,6 +28,7 @@ _LIGHTNING = {
     "module": inspect.Parameter.empty,
     "data": inspect.Parameter.empty,
     "trainer": None,
+    "training_step": None,
     "make_batch": None,
 }
 _WRONG = (
@@ -120,7 +121,7 @@ def _use_lightning(parts: Mapping[str, Any], use: Use[T], options: CalibrationOp
         results.append(use(sampler, training, options))
         raise _Done
 
-    finder = callback_module.BucketBatchSizeFinder(make_batch=parts["make_batch"])
+    finder = callback_module.BucketBatchSizeFinder(training_step=parts["training_step"], make_batch=parts["make_batch"])
     finder.options = options
     finder._find = instead
     given = {"max_epochs": 1, **(parts["trainer"] or {})}
