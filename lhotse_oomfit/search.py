@@ -60,12 +60,12 @@ _CHORD_TRUST = 0.8
 _SPREAD, _SPREAD_FACTOR = 0.03, 1.25
 """Relative deviation of a bucket from the polynomial that a cautious search reckons with: at least, and as a multiple
 of the largest one seen."""
+_UNKNOWN_OVERHEAD = 0.88
+"""Share of the memory that a cautious search fills before it knows what the allocator holds beyond the peak."""
 _PREDICTED_MARGIN, _PREDICTED_FACTOR = 0.01, 1.25
 """Relative margin of a predicted size: at least, and as a multiple of the largest deviation among the measured ones."""
-_FAST_SHARE = 0.2
-"""Share of the buckets that a fast search measures."""
-_FAST_INSIDE = 5
-"""Besides the corners it measures at least so many."""
+_FAST_SHARE, _FAST_INSIDE = 0.2, 5
+"""Share of the buckets that a fast search measures, and how many at least besides the corners."""
 _FAST_DEVIATION = 0.05
 """Where measured buckets deviate from the model by more, a fast search measures as many again."""
 
@@ -141,9 +141,9 @@ class Search:
         self.budget_bytes = budget_bytes
         self.resident_bytes = resident_bytes
         self.gradient_bytes = gradient_bytes
+        self._full_room = float(budget_bytes - resident_bytes)
         self.headroom_bytes = headroom_bytes
-        self.cautious = cautious
-        self.mode = mode
+        self.cautious, self.mode = cautious, mode
         self._is_2d = is_2d(shapes)
         # How far a step may go over the budget at no more cost than that of a wasted one.
         self._tolerable = 1.0 + min(0.8 * headroom_bytes / budget_bytes, 0.25)
@@ -165,7 +165,7 @@ class Search:
         if mode == "fast":
             few = math.ceil(_FAST_SHARE * len(shapes))
             self._num_verified = min(max(few, len(corners(shapes)) + _FAST_INSIDE), len(shapes))
-        self._overhead = 1.0  # charged over peak bytes, as seen near the budget
+        self._overhead, self._is_overhead_known = 1.0, False  # charged over peak bytes, as seen near the budget
         self._error = _UNCERTAINTY_START  # relative error of the latest predictions, older ones fading
         self._model = PeakModel(shapes)
         self._predicted: dict[int, int] = {}  # by the present model
@@ -213,13 +213,14 @@ class Search:
             self._error = max(self._error / 2, min(error, _UNCERTAINTY_MAX))
         if charged_bytes > self.budget_bytes // 2:
             self._overhead = max(self._overhead, charged_bytes / peak_bytes)
+            self._is_overhead_known = True
         bucket.peaks[probe.size] = peak_bytes
         self._fit()
         if charged_bytes <= self.budget_bytes:
             bucket.fits = max(bucket.fits, probe.size)
             return
         bucket.fails = min(bucket.fails, probe.size)
-        is_affine = self._knee_bytes() < (self.budget_bytes - self.resident_bytes) / 2
+        is_affine = self._knee_bytes() < self._full_room / 2
         if is_affine and self._model.num_near_full > 1 and charged_bytes <= self.budget_bytes * (1.0 + _INTERPOLATED):
             slope = max(peak_bytes - self.resident_bytes - self._model.constant_bytes, 1.0) / probe.size
             bucket.fits = max(bucket.fits, min(math.floor(self._room(_UNCERTAINTY_MIN) / slope), probe.size - 1))
@@ -277,7 +278,7 @@ class Search:
         largest_seen = max(bucket.peaks, default=0)
         if largest_seen and bucket.peaks[largest_seen] - self.resident_bytes >= self._knee_bytes():
             return None
-        room = float(self.budget_bytes - self.resident_bytes)
+        room = self._full_room
         share = _ANCHOR_SHARE_HEAVIEST if k == self._heaviest_first[0] else _ANCHOR_SHARE
         target = max(share * room, min(1.5 * _KNEE_GRADIENTS * self.gradient_bytes, _ANCHOR_SHARE_GRADIENTS * room))
         size = max(1, round(target / self._slope_at_most(k)))
@@ -290,12 +291,12 @@ class Search:
 
     def _knee_bytes(self) -> float:
         """What a step must use beyond the resident bytes for its peak to say something about the batch size."""
-        room = float(self.budget_bytes - self.resident_bytes)
+        room = self._full_room
         return max(_KNEE * room, min(_KNEE_GRADIENTS * self.gradient_bytes, 0.75 * _ANCHOR_SHARE_GRADIENTS * room))
 
     def _near_full_bytes(self) -> float:
         """From here on a step's peak is surely one of activations, and close enough to the budget to rely on."""
-        room = float(self.budget_bytes - self.resident_bytes)
+        room = self._full_room
         return max(0.5 * room, min(_KNEE_GRADIENTS * self.gradient_bytes, 0.9 * room))
 
     def _slope_at_most(self, k: int) -> float:
@@ -366,7 +367,8 @@ class Search:
 
     def _made_safe(self, k: int, size: int) -> int:
         """`size`, or the largest that stays within the budget and the headroom whatever the model says."""
-        room = (self.budget_bytes + self.headroom_bytes) / self._overhead - self.resident_bytes
+        limit = (self.budget_bytes + self.headroom_bytes) / self._overhead
+        room = (limit if self._is_overhead_known else _UNKNOWN_OVERHEAD * limit) - self.resident_bytes
         own = math.floor(room / self._largest_slope(k) / (1.0 + _UNCERTAINTY_MIN))
         if own >= size or self._own_slope(k) is not None:
             return min(own, size)
@@ -388,15 +390,13 @@ class Search:
 
     def _deviation(self) -> float:
         """The largest relative deviation from the model among buckets that were measured near full."""
+        slopes = self._model.slopes
         own = {k: slope for k in range(len(self.shapes)) if (slope := self._own_slope(k)) is not None}
-        if self._model.slopes is None or not own:
-            return 0.0
-        return max(abs(float(self._model.slopes[k]) / slope - 1.0) for k, slope in own.items())
+        return 0.0 if slopes is None else max((abs(slopes[k] / own[k] - 1.0) for k in own), default=0.0)
 
     def _is_model_good(self) -> bool:
-        return self._deviation() <= _FAST_DEVIATION and all(
-            self._predicted_size(k) > 0 for k in self._verify_order[self._num_verified :]
-        )
+        rest = self._verify_order[self._num_verified :]
+        return self._deviation() <= _FAST_DEVIATION and all(self._predicted_size(k) > 0 for k in rest)
 
     def _uncertainty(self, k: int) -> float:
         """Relative error to grant to the prediction for bucket `k`."""
@@ -409,7 +409,7 @@ class Search:
 
         With so few points the fit may take linear growth for quadratic, and so lie far too low in the middle.
         """
-        if self._used(k) > 0.25 * (self.budget_bytes - self.resident_bytes) or self._is_2d:
+        if self._used(k) > 0.25 * self._full_room or self._is_2d:
             return 0.0
         own = {j: slope for j in range(len(self.shapes)) if (slope := self._own_slope(j)) is not None}
         if len(own) > 3:
@@ -420,7 +420,7 @@ class Search:
         """How much larger the next size may be where gradients hide what examples take: more while little showed."""
         sizes = sorted(self._buckets[k].peaks)[-2:]
         grown = self._buckets[k].peaks[sizes[-1]] - self._buckets[k].peaks[sizes[0]]
-        return 4.0 if grown < 0.05 * (self.budget_bytes - self.resident_bytes) else 1.5
+        return 4.0 if grown < 0.05 * self._full_room else 1.5
 
     def _used(self, k: int) -> float:
         """What the largest step of bucket `k` used beyond the resident and constant bytes; 0 if none ran."""

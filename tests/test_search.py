@@ -156,6 +156,20 @@ def test_a_cautious_search_never_exceeds_what_the_memory_holds(card: Card, data:
         assert min(math.floor((0.90 if card.noise else 0.97) * truth), truth - 1) <= size <= truth
 
 
+@settings(max_examples=60, deadline=None)
+@given(card=st.one_of(cards(headrooms=(0.0, 0.1)), grids()), data=st.data())
+def test_a_cautious_search_allows_for_what_an_allocator_holds_beyond_the_peak(card: Card, data: st.DataObject):
+    card.noise = deviations(data, card)
+    search = card.search(cautious=True)
+    while (probe := search.ask()) is not None:
+        peak = card.peak(probe.bucket, probe.size)
+        charged = int(1.08 * peak)
+        assert charged <= (1.0 + card.headroom) * card.budget
+        search.tell(probe, peak_bytes=peak, charged_bytes=charged)
+    for k, size in enumerate(search.sizes):
+        assert 1.08 * card.peak(k, size) <= card.budget
+
+
 @pytest.mark.parametrize(("headroom", "steps_a_bucket"), [(0.0, 2.2), (0.1, 1.3)], ids=["tight", "headroom"])
 def test_a_cautious_search_takes_two_steps_a_bucket_and_about_one_with_headroom(headroom, steps_a_bucket):
     for shapes, coefficients in ((one_d(30), CTC), (two_d(10), AED)):
@@ -172,7 +186,7 @@ def test_a_predicted_size_is_safe_where_models_hold_and_off_by_no_more_than_nois
     for k, size in enumerate(search.sizes):
         truth = card.largest(k)
         assert card.peak(k, size) <= (1.07 if card.noise else 1.0) * card.budget
-        assert size >= min(math.floor((0.80 if card.noise else 0.90) * truth), truth - 1)
+        assert size >= min(math.floor((0.60 if card.noise else 0.75) * truth), truth - 1)
 
 
 @settings(max_examples=60, deadline=None)
