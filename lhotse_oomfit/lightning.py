@@ -14,18 +14,28 @@ import copy
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
 
 from lhotse_oomfit.agreement import Agreement, new_agreement
-from lhotse_oomfit.errors import InvalidArgumentError, UnsupportedStrategyError
-from lhotse_oomfit.fit import CalibrationOptions, calibrate_training
+from lhotse_oomfit.errors import InvalidArgumentError
+from lhotse_oomfit.fit import (
+    CalibrationOptions,
+    Member,
+    calibrate_several,
+    calibrate_together,
+    calibrate_training,
+)
 from lhotse_oomfit.late_memory import LateMemory
+from lhotse_oomfit.lightning_loaders import (
+    RequestedLoaders,
+    find_composite,
+    find_sampler,
+    members_of,
+    watch_request,
+)
 from lhotse_oomfit.lightning_step import (
     LightningStep,
     TrainingStepFunction,
@@ -38,12 +48,7 @@ from lhotse_oomfit.profile import Profile
 from lhotse_oomfit.sampler import CalibratedBucketingSampler
 from lhotse_oomfit.training import MakeBatch, Training, unwrap_dataset
 
-try:
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader
-except ImportError:  # the other name of the same package
-    from pytorch_lightning.utilities.combined_loader import CombinedLoader
-
-__all__ = ["BucketBatchSizeFinder"]
+__all__ = ["BucketBatchSizeFinder", "find_sampler"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +72,9 @@ class BucketBatchSizeFinder(pl.Callback):
         :class:`~lhotse_oomfit.fit.CalibrationOptions`.
     :raises InvalidArgumentError: for a value out of its range.
 
-    After calibration, :attr:`profile` is what was found or loaded.
+    After calibration, :attr:`profile` is what was found or loaded. There may be several samplers: in a
+    RoundRobinSampler or a ZipSampler, or in several DataLoaders (a list, a dict, a CombinedLoader) of which each step
+    gets a batch. Then :attr:`profiles` has one for each, in order, and positions are left out of checkpoints.
 
     The callback also makes the sampler's position part of Lightning's checkpoints (whether its sizes were calibrated
     or given): the batches that training has finished, not those that workers have prefetched. A resumed ``fit``
@@ -120,13 +127,14 @@ class BucketBatchSizeFinder(pl.Callback):
                 raise InvalidArgumentError(f"{name} must be a function, it is {function!r}")
         self.training_step = training_step
         self.make_batch = make_batch
-        self.profile: Profile | None = None
+        self.profiles: list[Profile] = []
         self._sampler: CalibratedBucketingSampler | None = None
         self._num_workers = 0  # of an iterable-style loader
         self._num_resumed = 0  # batches of this epoch that lie before a loaded position
         self._num_processed_before: int | None = None  # Lightning's count when this epoch's first batch began
         self._set_epoch: Callable[[int], None] | None = None
         self._found: list[CalibratedBucketingSampler] = []  # in the training loaders
+        self._requested = RequestedLoaders()
         self._holds_position = True
         self._loaded: dict[str, Any] | None = None
         self._next_epoch = 0
@@ -138,6 +146,11 @@ class BucketBatchSizeFinder(pl.Callback):
         self._uninstall: Callable[[], None] | None = None
         self._late_memory: LateMemory | None = None
         self._first_step: int | None = None  # Lightning's count of steps when training started
+
+    @property
+    def profile(self) -> Profile | None:
+        """What was found or loaded, the first of several; None before calibration."""
+        return self.profiles[0] if self.profiles else None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stand in for the strategy's ``process_dataloader`` while training data is set up.
@@ -174,7 +187,7 @@ class BucketBatchSizeFinder(pl.Callback):
             strategy.process_dataloader = process
             found, self._found = self._found, []
             try:
-                with _check_requested(loop):
+                with watch_request(loop) as self._requested:
                     setup_data()
             finally:
                 del strategy.process_dataloader
@@ -274,28 +287,42 @@ class BucketBatchSizeFinder(pl.Callback):
             self._uninstall = None
 
     def _prepare_loader(self, trainer: Any, dataloader: Any) -> None:
-        sampler = find_sampler(dataloader)
+        composite = find_composite(dataloader)
+        sampler: Any = composite or find_sampler(dataloader)
         if sampler is None:
             return
+        members = members_of(sampler)
         if self._is_early:
             self._was_set_up_early = True
-            if sampler.needs_calibration and sampler.bins is not None:
-                sampler.apply([1] * len(sampler.bins))
+            for member in members:
+                if member.needs_calibration and member.bins is not None:
+                    member.apply([1] * len(member.bins))
             return
-        self._found.append(sampler)
-        if sampler.is_auto and sampler is not self._sampler:
-            self._calibrate(trainer, dataloader, sampler)
-        if len(self._found) > 1:
-            self._holds_position = False
-            logger.warning(
-                "there are several training DataLoaders with a CalibratedBucketingSampler: their positions are not "
-                "part of checkpoints, a resumed epoch starts anew"
-            )
-            return
+        self._found += members
+        requested = self._requested
+        if requested.are_together:
+            requested.ready.append((dataloader, sampler))
+            if len(requested.ready) == requested.num:
+                self._calibrate_together(trainer)
+        elif composite is not None or (sampler.is_auto and sampler is not self._sampler):
+            self._calibrate(trainer, sampler, self._training(trainer, dataloader, sampler))
         is_iterable = isinstance(dataloader.dataset, torch.utils.data.IterableDataset)
+        set_epoch = getattr(dataloader.dataset, "set_epoch", None) if is_iterable else None
+        num_before = len(self._found) - len(members)
+        if composite is not None or requested.are_together or num_before:
+            if num_before <= 1 and (composite is not None or num_before == 1):
+                logger.warning(
+                    "there are several CalibratedBucketingSamplers in the training data: their positions are not part "
+                    "of checkpoints, a resumed epoch starts anew"
+                )
+            self._sampler = self._found[0]
+            self._holds_position = False
+            self._set_epoch = _both(self._set_epoch if num_before else None, set_epoch)
+            (set_epoch or sampler.set_epoch)(trainer.fit_loop.epoch_progress.current.processed)
+            return
         self._sampler = sampler
         self._num_workers = dataloader.num_workers if is_iterable else 0
-        self._set_epoch = getattr(dataloader.dataset, "set_epoch", None) if is_iterable else None
+        self._set_epoch = set_epoch
         self._holds_position = not hasattr(dataloader, "load_state_dict")
         # Lightning creates the first iterator before it tells the sampler which epoch it resumes in.
         # Where it resumes at the end of an epoch, it counts that epoch only later; older versions never do.
@@ -309,13 +336,18 @@ class BucketBatchSizeFinder(pl.Callback):
             sampler.load_state_dict(copy.deepcopy(loaded))
             self._num_resumed = sampler.num_batches_drawn
 
-    def _calibrate(self, trainer: Any, dataloader: Any, sampler: CalibratedBucketingSampler) -> None:
+    def _calibrate_together(self, trainer: Any) -> None:
+        ready = self._requested.ready
+        members = [Member(sampler=s, training=self._training(trainer, loader, s)) for loader, s in ready]
+        self._calibrate(trainer, members, members[0].training)
+
+    def _training(self, trainer: Any, dataloader: Any, sampler: Any) -> Training:
         module = trainer.lightning_module
         check_trainer(trainer, own_step=self.training_step is not None, reserved=self.options.reserve is not None)
         dataset, wrapper = unwrap_dataset(dataloader.dataset, sampler)
         collate_fn = dataloader.collate_fn
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        training = Training(
+        return Training(
             module=module,
             step=LightningStep(trainer, scaler, self.training_step),
             model=trainer.strategy.model,
@@ -341,9 +373,11 @@ class BucketBatchSizeFinder(pl.Callback):
                 "gradient clipping": str(bool(trainer.gradient_clip_val)),
             },
         )
-        with silenced(trainer, module):
+
+    def _calibrate(self, trainer: Any, sampler: Any, training: Training) -> None:
+        with silenced(trainer, training.module):
             try:
-                self.profile = self._find(sampler, training)
+                self.profiles = self._find(sampler, training)
             except AttributeError as error:
                 if sys.version_info >= (3, 11):
                     error.add_note(
@@ -353,71 +387,24 @@ class BucketBatchSizeFinder(pl.Callback):
                 raise
         if self._late_memory is None:
             self._late_memory = LateMemory(
-                training, budget_bytes=self.profile.budget_bytes, reserve=self.options.reserve
+                training, budget_bytes=self.profiles[0].budget_bytes, reserve=self.options.reserve
             )
 
-    def _find(self, sampler: CalibratedBucketingSampler, training: Training) -> Profile:
-        return calibrate_training(sampler, training, self.options, known=self.profile)
+    def _find(self, sampler: Any, training: Training) -> list[Profile]:
+        """:param sampler: one of ours, or one made of several; or a list of several that share a step."""
+        if isinstance(sampler, list):
+            return calibrate_together(sampler, self._requested.assemble, self.options, known=self.profiles)
+        if not isinstance(sampler, CalibratedBucketingSampler):
+            return calibrate_several(sampler, training, self.options, known=self.profiles)
+        return [calibrate_training(sampler, training, self.options, known=self.profile)]
 
 
-@contextmanager
-def _check_requested(loop: Any) -> Iterator[None]:
-    """Refuse a collection of training loaders to calibrate as soon as it is made.
+def _both(first: Callable[[int], None] | None, second: Callable[[int], None] | None) -> Callable[[int], None] | None:
+    if first is None or second is None:
+        return first or second
 
-    :raises UnsupportedStrategyError: when the block asks for such loaders.
-    """
-    source = loop._data_source
-    request = source.dataloader
+    def call(epoch: int) -> None:
+        first(epoch)
+        second(epoch)
 
-    def checked() -> Any:
-        made = request()
-        loaders = made.flattened if isinstance(made, CombinedLoader) else tree_leaves(made)
-        samplers = [sampler for sampler in map(find_sampler, loaders) if sampler is not None]
-        if any(sampler.is_auto for sampler in samplers) and not isinstance(made, DataLoader):
-            raise UnsupportedStrategyError(
-                f"{len(loaders)} training DataLoaders in a {type(made).__name__}, one of them with a "
-                f"CalibratedBucketingSampler with bucket_batch_size='auto': their batches share the memory of one "
-                f"step, which can't be calibrated for each by itself; return the DataLoader alone, or give the sampler "
-                f"a list of sizes"
-            )
-        return made
-
-    source.dataloader = checked
-    try:
-        yield
-    finally:
-        del source.dataloader
-
-
-def find_sampler(dataloader: Any) -> CalibratedBucketingSampler | None:
-    """The sampler of ours that a DataLoader iterates, map-style or in an iterable dataset; None if there is none.
-
-    :raises InvalidArgumentError: if something wraps it that would make it repeat batches or hide it.
-    """
-    if not isinstance(dataloader, DataLoader):
-        return None
-    candidates = [dataloader.sampler, dataloader.batch_sampler, getattr(dataloader.dataset, "sampler", None)]
-    for candidate in candidates:
-        if isinstance(candidate, CalibratedBucketingSampler):
-            return candidate
-        hidden = _inside(candidate)
-        if hidden is not None and hidden.is_auto:
-            raise InvalidArgumentError(
-                f"a CalibratedBucketingSampler with bucket_batch_size='auto' is wrapped in {type(candidate).__name__}: "
-                f"pass it to the DataLoader itself (sampler=..., batch_size=None), with use_distributed_sampler=False "
-                f"in the Trainer, since it splits the data over ranks by itself; or give it a list of sizes"
-            )
-    return None
-
-
-def _inside(sampler: Any, depth: int = 3) -> CalibratedBucketingSampler | None:
-    """Our sampler inside a wrapper: Lightning's distributed one, Lhotse's Zip and RoundRobin, torch's BatchSampler."""
-    if isinstance(sampler, CalibratedBucketingSampler) or depth == 0 or not hasattr(sampler, "__dict__"):
-        return sampler if isinstance(sampler, CalibratedBucketingSampler) else None
-    for name in ("sampler", "_sampler", "dataset", "samplers"):
-        inner = vars(sampler).get(name)
-        for item in inner if isinstance(inner, (list, tuple)) else [inner]:
-            found = _inside(item, depth - 1)
-            if found is not None:
-                return found
-    return None
+    return call

@@ -425,17 +425,9 @@ def test_manual_optimization_is_refused_with_the_remedy():
             super().__init__()
             self.automatic_optimization = False
 
-    with pytest.raises(UnsupportedStrategyError, match=r"manual optimization.*pass training_step= to BucketBatchSizeFinder"):
+    wanted = r"manual optimization.*pass training_step= to BucketBatchSizeFinder"
+    with pytest.raises(UnsupportedStrategyError, match=wanted):
         trainer_for(finder()).fit(Manual(), loader_for())
-
-
-def test_two_loaders_to_calibrate_at_once_are_refused():
-    class Both(Recogniser):
-        def training_step(self, batch, batch_idx):
-            return self.model.loss(batch[0])
-
-    with pytest.raises(UnsupportedStrategyError, match="2 training DataLoaders in a list"):
-        trainer_for(finder()).fit(Both(), [loader_for(), loader_for()])
 
 
 def test_a_sampler_hidden_in_another_one_is_refused():
