@@ -29,6 +29,7 @@ SHIPPED_BATCH_DURATION = 360.0
 QUADRATIC_DURATION = 15.0
 """NeMo's examples/asr/conf/speech_multitask/fast-conformer_aed.yaml."""
 NUM_HEURISTIC_BUCKETS = 30
+TURN_WARM_UP = 3
 BUFFER = 20_000
 GIB = 2**30
 
@@ -284,15 +285,17 @@ def soak(loop: Loop, sizes: list[int], *, steps: int, seed: int = 1) -> dict[str
             rng.shuffle(order)
             for k in order[: steps - len(rows)]:
                 row = loop.step(lambda k=k: loop.batches.worst(k, sizes[k]))
-                rows.append(row | {"bucket": k, "audio_s": sizes[k] * run.subject.shape(k)[0]})
+                rows.append(row | {"bucket": k, "audio_s": sizes[k] * run.subject.shape(k)[0], "warm": True})
                 if time.perf_counter() - begun > run.soak_limit_s:
                     break
-    return _summary(rows, loop, warm_up=min(len(sizes), len(rows) // 2)) | {"rows": rows}
+    for row in rows[: min(len(sizes), len(rows) // 2)]:  # a shape's first steps are slow
+        row["warm"] = False
+    return _summary(rows, loop) | {"rows": rows}
 
 
-def _summary(rows: list[dict[str, Any]], loop: Loop, *, warm_up: int) -> dict[str, Any]:
-    """Figures of a series of steps; speed is that of the steps after `warm_up`, those that failed included."""
-    warm = rows[warm_up:]
+def _summary(rows: list[dict[str, Any]], loop: Loop) -> dict[str, Any]:
+    """Figures of a series of steps; speed is that of the warm steps, those that failed included."""
+    warm = [row for row in rows if row["warm"]]
     return {
         "steps": len(rows),
         "ooms": sum(row["oom"] for row in rows),
@@ -308,27 +311,33 @@ def _summary(rows: list[dict[str, Any]], loop: Loop, *, warm_up: int) -> dict[st
 
 
 def train(loop: Loop, profiles: dict[str, list[int]], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Training by four kinds of batching, one after the other: the shipped heuristic, the same tuned, two profiles."""
+    """Training by up to four kinds of batching: two profiles, the shipped heuristic, and the same tuned.
+
+    They take turns, twice and the second time in the opposite order, as the first steps of a process are slow.
+    """
     run, memory = loop.run, loop.memory
     memory.prepare()
     cuts = librispeech_cuts(run.subject, run.transcripts, run.config.parent / "bpe", num=40_000)
-    found: dict[str, Any] = {}
-    with loop.memory.cap(loop.cap_bytes):
+    batches = {name: iter(_by_profile(run, cuts, sizes)) for name, sizes in profiles.items()}
+    batches["shipped"] = iter(_by_duration(cuts, SHIPPED_BATCH_DURATION))
+    about: dict[str, dict[str, Any]] = {name: {} for name in batches}
+    about["shipped"] = {"batch_duration": SHIPPED_BATCH_DURATION}
+    rows: dict[str, list[dict[str, Any]]] = {}
+    with memory.cap(loop.cap_bytes):
         loop.wake()
-
-        def measure(name: str, sampler: Any, **more: Any) -> None:
-            rows = list(_steps(loop, iter(sampler), run.train_steps))
-            found[name] = _summary(rows, loop, warm_up=min(3, len(rows) - 1)) | more | {"rows": rows}
-            loop.memory.release()
-            save(found)
-
-        for name, sizes in profiles.items():
-            measure(name, _by_profile(run, cuts, sizes))
-        measure("shipped", _by_duration(cuts, SHIPPED_BATCH_DURATION), batch_duration=SHIPPED_BATCH_DURATION)
         if "ours" in profiles:
             tuned, tried = _tune(loop, cuts, profiles["ours"])
-            measure("tuned", _by_duration(cuts, tuned), batch_duration=tuned, tried=tried)
-    return found
+            batches["tuned"] = iter(_by_duration(cuts, tuned))
+            about["tuned"] = {"batch_duration": tuned, "tried": tried}
+        for names in (list(batches), list(batches)[::-1]):
+            for name in names:
+                turn = list(_steps(loop, batches[name], run.train_steps // 2))
+                rows.setdefault(name, []).extend(
+                    row | {"warm": n >= TURN_WARM_UP or n == len(turn) - 1} for n, row in enumerate(turn)
+                )
+                memory.release()
+            save({name: _summary(rows[name], loop) | about[name] | {"rows": rows[name]} for name in rows})
+    return {name: _summary(rows[name], loop) | about[name] | {"rows": rows[name]} for name in rows}
 
 
 def _steps(loop: Loop, batches: Iterator[Any], num: int) -> Iterator[dict[str, Any]]:
