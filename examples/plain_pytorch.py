@@ -2,6 +2,7 @@
 
     python examples/plain_pytorch.py
     torchrun --nproc-per-node 2 examples/plain_pytorch.py        # gloo on CPUs, NCCL on cards
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29400 examples/plain_pytorch.py
 
 ``calibrate`` is called once, before the loader is iterated; the rest is an ordinary training loop.
 """
@@ -31,13 +32,6 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda")
 
 
-def training_step(model: ConformerCTC, batch: dict[str, Any]) -> torch.Tensor:
-    """The loss of a batch as the loader yields it: what ``calibrate`` tries out."""
-    device = next(model.parameters()).device
-    with autocast(device):
-        return model.loss(move_to(batch, device))
-
-
 class TrainingLoss(torch.nn.Module):
     """A training step as a module: DistributedDataParallel synchronises what goes through ``forward``."""
 
@@ -46,7 +40,16 @@ class TrainingLoss(torch.nn.Module):
         self.model = model
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        return training_step(self.model, batch)
+        """The loss of a batch as the loader yields it."""
+        device = next(self.parameters()).device
+        with autocast(device):
+            return self.model.loss(move_to(batch, device))
+
+
+def training_step(compute_loss: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    """What ``calibrate`` tries out."""
+    loss: torch.Tensor = compute_loss(batch)
+    return loss
 
 
 @torch.no_grad()
@@ -73,6 +76,10 @@ def train(args: argparse.Namespace, checkpoint: Path, *, rank: int, world_size: 
         optimizer, lambda step: recipe.lr_factor(step, max_steps=args.max_steps)
     )
     torch.manual_seed(args.seed + rank)  # from here on, dropout and SpecAugment differ between ranks
+    compute_loss: torch.nn.Module = TrainingLoss(model)
+    if world_size > 1:
+        # Before calibrating, so that the memory of its buckets is there.
+        compute_loss = DistributedDataParallel(compute_loss, device_ids=[device] if device.type == "cuda" else None)
     sampler = recipe.training_sampler(args, speech)
     dataset = SpeechDataset(speech.tokenizer)
 
@@ -90,7 +97,7 @@ def train(args: argparse.Namespace, checkpoint: Path, *, rank: int, world_size: 
     calibrate(
         sampler,
         dataset,
-        model=model,
+        model=compute_loss,
         optimizer=optimizer,
         training_step=training_step,
         scheduler=scheduler,
@@ -102,9 +109,6 @@ def train(args: argparse.Namespace, checkpoint: Path, *, rank: int, world_size: 
     )
 
     loader = recipe.training_loader(args, sampler, dataset, rank=rank, world_size=world_size)
-    compute_loss: torch.nn.Module = TrainingLoss(model)
-    if world_size > 1:
-        compute_loss = DistributedDataParallel(compute_loss, device_ids=[device] if device.type == "cuda" else None)
     model.train()
     deadline = time.monotonic() + 60.0 * args.max_minutes if args.max_minutes else float("inf")
     audio_s, started = 0.0, time.monotonic()
@@ -112,7 +116,7 @@ def train(args: argparse.Namespace, checkpoint: Path, *, rank: int, world_size: 
     done = step >= args.max_steps
     while not done:
         batch = next(batches)
-        loss = compute_loss(batch)
+        loss = training_step(compute_loss, batch)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

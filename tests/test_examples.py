@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -287,8 +288,8 @@ SMALL = {
 }
 
 
-def run_example(output: Path, script: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
-    """Runs a recipe on a corpus of 40 short utterances; what it printed, or a failure that shows it."""
+def start_example(output: Path, script: str, *arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """Starts a recipe on a corpus of 40 short utterances."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(EXAMPLES.parent), *sys.path]),
@@ -298,7 +299,7 @@ def run_example(output: Path, script: str, *arguments: str, launcher: tuple[str,
         *(sys.executable, *launcher, str(EXAMPLES / script), *itertools.chain(*SMALL.items())),
         *("--output", str(output), "--cache", str(output / "profiles"), *arguments),
     ]
-    process = subprocess.Popen(
+    return subprocess.Popen(
         command,
         env=environment,
         stdout=subprocess.PIPE,
@@ -306,14 +307,23 @@ def run_example(output: Path, script: str, *arguments: str, launcher: tuple[str,
         text=True,
         start_new_session=True,  # so that a hanging run goes with all its ranks and workers
     )
+
+
+def end_of(process: subprocess.Popen[str]) -> str:
+    """What a recipe printed, or a failure that shows it."""
     try:
         printed, _ = process.communicate(timeout=150)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         printed, _ = process.communicate()
-        pytest.fail(f"{' '.join(command)} hung:\n{printed}")
+        pytest.fail(f"{process.args!r} hung:\n{printed}")
     assert process.returncode == 0, printed
     return printed
+
+
+def run_example(output: Path, script: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
+    """Runs a recipe; what it printed."""
+    return end_of(start_example(output, script, *arguments, launcher=launcher))
 
 
 def test_the_lightning_recipe_calibrates_then_loads_its_profile_and_resumes(tmp_path: Path) -> None:
@@ -348,6 +358,26 @@ def test_the_plain_recipe_trains_on_two_ranks_and_resumes(tmp_path: Path) -> Non
     assert "0 trial steps" in resumed
     assert "step 3: CER on 4 held-out utterances" in resumed
     assert "step 2:" not in resumed
+
+
+def test_the_plain_recipe_trains_on_two_nodes_that_share_no_disk(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--local-addr", "127.0.0.1")
+    torchrun += ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "two")
+    disks = [tmp_path / "first", tmp_path / "second"]
+    nodes = [start_example(disk, "plain_pytorch.py", "--max-steps", "2", launcher=torchrun) for disk in disks]
+    try:
+        printed = [end_of(node) for node in nodes]
+    finally:
+        for node in nodes:
+            if node.poll() is None:
+                os.killpg(node.pid, signal.SIGKILL)
+    assert "".join(printed).count("calibrated 3 buckets") == 1
+    assert "".join(printed).count("step 2: CER on 4 held-out utterances") == 1
+    # The first rank alone touches the cache.
+    assert sorted(len(list(disk.glob("profiles/*.yaml"))) for disk in disks) == [0, 1]
 
 
 @pytest.mark.parametrize(
