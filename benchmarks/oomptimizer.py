@@ -146,8 +146,9 @@ def work(options: argparse.Namespace) -> None:
         found: dict[str, Any] = {}
         for name, sizes in profiles().items():
             steps = options.soak_steps if name == "ours" else options.their_soak_steps
-            found[name] = phases.soak(loop(), sizes, steps=steps)
-            save("soak", found)
+            if steps:
+                found[name] = phases.soak(loop(), sizes, steps=steps)
+                save("soak", found)
         return found
 
     steps: dict[str, Callable[[], dict[str, Any]]] = {

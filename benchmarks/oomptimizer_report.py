@@ -183,14 +183,24 @@ def _draw(model: str, phases: dict[str, Any], path: Path) -> None:
         values = phases.get(name, {}).get("sizes")
         if values:
             over = [a / b if b else float("nan") for a, b in zip(values, theirs, strict=True)]
-            sizes.plot(positions, over, color=colour, marker="o", markersize=4, linewidth=1.2, label=SEARCHES[name])
+            sizes.plot(
+                positions,
+                over,
+                color=colour,
+                marker="o",
+                markersize=4,
+                linewidth=1.2,
+                label=SEARCHES[name].replace("`", ""),
+            )
     sizes.axhline(1.0, color=SERIES[2], linewidth=1.2, linestyle="--")
+    sizes.margins(y=0.25)
     sizes.legend(frameon=False, loc="upper right", ncols=2)
     _bucket_axis(sizes, labels)
     budget = phases["ours"]["budget"]
-    peaks.bar(positions, [100 * (peak or 0) / budget for peak in phases["ours"]["peaks"]], color=SERIES[0], width=0.78)
+    shares = [100 * peak / budget if peak else float("nan") for peak in phases["ours"]["peaks"]]
+    peaks.plot(positions, shares, color=SERIES[0], marker="o", markersize=4, linewidth=1.2)
     peaks.axhline(100.0, color=SERIES[1], linewidth=1.2, linestyle="--")
-    peaks.set_ylim(80, 102)
+    peaks.set_ylim(top=101)
     _bucket_axis(peaks, labels)
     names = [name for name in BATCHINGS if name in phases["train"]]
     speeds = [phases["train"][name]["audio_s_per_s"] for name in names]
