@@ -83,8 +83,10 @@ class Recogniser(pl.LightningModule):
         self.sizes.append(self.samplers[-1].bucket_batch_size)
 
     def on_train_end(self) -> None:
-        state = {name: _whole(value) for name, value in sorted(self.named_parameters())}
-        bits = b"".join(value.detach().cpu().numpy().tobytes() for value in state.values())
+        fsdp = torch.distributed.fsdp.FullyShardedDataParallel
+        with fsdp.summon_full_params(self.trainer.strategy.model):  # does nothing where there is none
+            state = {name: _whole(value).detach().clone() for name, value in sorted(self.named_parameters())}
+            bits = b"".join(value.cpu().numpy().tobytes() for value in state.values())
         profile = self.callback.profile
         said = {
             "profile": profile.encode(),
@@ -110,8 +112,16 @@ def made_strategy(name: str) -> Any:
         return strategies.DDPStrategy(static_graph=True, find_unused_parameters=False)
     if name == "fsdp2":
         return strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
-    if name == "fsdp1":
-        return strategies.FSDPStrategy(auto_wrap_policy={torch.nn.TransformerEncoderLayer})
+    if name == "fsdp_on_cpu":
+
+        class OnCpu(strategies.FSDPStrategy):
+            """Lightning refuses FSDP on a CPU, by its exact type; it works all the same once it is told the device."""
+
+            def _setup_model(self, model: Any) -> Any:
+                wrap = torch.distributed.fsdp.FullyShardedDataParallel
+                return wrap(model, device_id=torch.device("cpu"), **self.kwargs)
+
+        return OnCpu(auto_wrap_policy={torch.nn.TransformerEncoderLayer})
     return name
 
 

@@ -89,19 +89,22 @@ def test_a_job_that_starts_its_ranks_itself_is_calibrated_and_trains_in_step(tmp
 def test_fsdp_is_calibrated_by_all_ranks_together(tmp_path: Path) -> None:
     (first, second), _ = launched(
         tmp_path,
-        strategy="fsdp1",
+        strategy="fsdp",
         accelerator="cuda",
         finder={"memory_limit": "2GiB", "max_batch_size": 64},
     )
     assert first["profile"] == second["profile"]
     assert first["ranks"] == "2 in lock-step"
     assert first["sizes"] == second["sizes"]
+    assert first["parameters"] == second["parameters"]
 
 
 CASES: dict[str, dict[str, Any]] = {
     "static graph": {"strategy": "static_graph"},
+    "FSDP": {"strategy": "fsdp_on_cpu", "accumulate_grad_batches": 2},
     "FSDP2": {"strategy": "fsdp2", "accumulate_grad_batches": 2},
-    "lock-step for a function": {"finder": {"ranks": "lockstep"}, "given_step": True},
+    "lock-step for a function": {"strategy": "ddp_find_unused_parameters_true", "finder": {"ranks": "lockstep"}}
+    | {"given_step": True},
     "shared out": {"finder": {"ranks": "shard"}, "accumulate_grad_batches": 2, "num_sanity_val_steps": 2},
     "fast_dev_run": {"fast_dev_run": True},
 }
@@ -127,7 +130,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_of_any_strategy_share_the_profile_and_train_in_step(trained: Path, name: str) -> None:
     first, second = said_by_ranks(trained / name)
-    in_lockstep = name in ("static graph", "FSDP2", "lock-step for a function")
+    in_lockstep = name in ("static graph", "FSDP", "FSDP2", "lock-step for a function")
     assert first["ranks"] == ("2 in lock-step" if in_lockstep else "several")
     if name != "fast_dev_run":
         check_alike(first, second)
