@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,16 @@ from lhotse_oomfit.memory import CpuMemory
 LIMIT = 12 << 20
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _what_exists_is_no_garbage() -> Iterator[None]:
+    """Trials collect garbage; looking through all of torch each time would take much of this file's time."""
+    torch.optim.AdamW(TinyModel().parameters())  # imports most of it
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 class PairDataset(TinyDataset):
     """A batch of each of two sets of cuts."""
 
@@ -36,11 +48,11 @@ def pair_step(model: Any, batch: Any) -> torch.Tensor:
 
 
 def short() -> CalibratedBucketingSampler:
-    return tiny_sampler(tiny_cuts(80, longest=2.0), duration_bins=[0.7, 1.3, 2.0])
+    return tiny_sampler(tiny_cuts(40, longest=2.0), duration_bins=[0.7, 1.3, 2.0])
 
 
 def long() -> CalibratedBucketingSampler:
-    return tiny_sampler(tiny_cuts(60), duration_bins=[1.0, 2.0, 4.0], seed=1)
+    return tiny_sampler(tiny_cuts(30), duration_bins=[1.0, 2.0, 4.0], seed=1)
 
 
 def run(sampler: Any, dataset: Any = None, *, model: TinyModel | None = None, **options: Any) -> Any:
@@ -99,7 +111,7 @@ def test_samplers_that_take_turns_are_each_calibrated_as_if_alone() -> None:
     ]
     assert [sampler.profile for sampler in pair.samplers] == found
     sizes = [len(batch["features"]) for batch in DataLoader(TinyDataset(), sampler=pair, batch_size=None)]
-    assert sum(sizes) == 140
+    assert sum(sizes) == 70
 
 
 def test_samplers_with_given_sizes_and_nested_ones_are_left_out_of_the_turns() -> None:
@@ -219,6 +231,27 @@ def test_a_step_without_room_for_two_examples_of_each_is_measured_with_one() -> 
         run_pair(ZipSampler(long(), long(), merge_batches=False), memory_limit=int(0.9 * limit_bytes))
 
 
+def attending_loss(model: Any, batch: Any) -> torch.Tensor:
+    """Every example of one batch is held against every example of the other: more than the sum of both."""
+    one, other = (model(each["features"]).mean(1).sum(-1) for each in batch)
+    pairs = (one[:, None, None] * other[None, :, None]).expand(-1, -1, 600).exp()
+    return pair_step(model, batch) + pairs.mean()
+
+
+def test_where_full_batches_take_more_together_than_apart_all_sizes_shrink(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(model: Any, chosen: Any) -> torch.Tensor:
+        return attending_loss(model, PairDataset()[[cuts_at(*each) for each in chosen]])
+
+    with caplog.at_level(logging.INFO):
+        found = run(ZipSampler(short(), long(), merge_batches=False), PairDataset(), training_step=attending_loss)
+    assert "full batches together" in caplog.text
+    assert "all sizes shrink by" in caplog.text
+    sizes = [profile.bucket_batch_size for profile in found]
+    assert check_every_combination(sizes, loss) > 0.7
+    for each in sizes:
+        assert each == sorted(each, reverse=True)
+
+
 # Together, merged
 
 
@@ -289,5 +322,5 @@ def test_copies_in_spawned_persistent_workers_have_the_sizes_that_were_found() -
     for epoch in range(2):
         wrapper.set_epoch(epoch)
         sizes = [batch["num"] for batch in loader]
-        assert sum(sizes) == 140
+        assert sum(sizes) == 70
         assert max(sizes) == 5
