@@ -41,11 +41,12 @@ class IdsDataset(TinyDataset):
 class Recogniser(pl.LightningModule):
     """Notes what it trained on; on the way out, writes what its rank ended with."""
 
-    def __init__(self, output: Path, callback: BucketBatchSizeFinder, *, num_cuts: int = 90) -> None:
+    def __init__(self, output: Path, callback: BucketBatchSizeFinder, *, manual: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.model = TinyModel()
-        self.output, self.callback, self.num_cuts = output, callback, num_cuts
+        self.automatic_optimization = not manual
+        self.output, self.callback = output, callback
         self.ids: list[list[str]] = []
         self.num_trials: list[int] = []
         self.sizes: list[list[int]] = []
@@ -63,6 +64,11 @@ class Recogniser(pl.LightningModule):
         loss = self.model.loss(batch)
         self.log("loss", loss, batch_size=len(batch["ids"]))
         self.ids.append(batch["ids"])
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -72,7 +78,7 @@ class Recogniser(pl.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
     def train_dataloader(self) -> Any:
-        self.samplers.append(tiny_sampler(tiny_cuts(self.num_cuts)))
+        self.samplers.append(tiny_sampler(tiny_cuts(90)))
         return DataLoader(IdsDataset(), sampler=self.samplers[-1], batch_size=None)
 
     def val_dataloader(self) -> Any:
@@ -126,7 +132,12 @@ def made_strategy(name: str) -> Any:
 
 
 def step_of(module: Recogniser, batch: Any) -> Any:
-    return module.model.loss(batch)
+    loss = module.model.loss(batch)
+    if module.automatic_optimization:
+        return loss
+    module.optimizers().zero_grad()
+    module.manual_backward(loss)
+    return None
 
 
 def train(
@@ -134,6 +145,7 @@ def train(
     strategy: str = "ddp",
     finder: dict[str, Any] | None = None,
     given_step: bool = False,
+    manual: bool = False,
     **options: Any,
 ) -> None:
     torch.set_num_threads(1)
@@ -143,7 +155,7 @@ def train(
         training_step=step_of if given_step else None,
         **{"memory_limit": "3MiB", "cache": False, "progress": False, "num_sample_cuts": 40, **(finder or {})},
     )
-    module = Recogniser(output, callback)
+    module = Recogniser(output, callback, manual=manual)
     trainer = pl.Trainer(callbacks=[callback], strategy=made_strategy(strategy), **{**OPTIONS, **options})
     trainer.fit(module)
 

@@ -105,6 +105,7 @@ CASES: dict[str, dict[str, Any]] = {
     "FSDP2": {"strategy": "fsdp2", "accumulate_grad_batches": 2},
     "lock-step for a function": {"strategy": "ddp_find_unused_parameters_true", "finder": {"ranks": "lockstep"}}
     | {"given_step": True},
+    "manual optimization": {"strategy": "static_graph", "given_step": True, "manual": True},
     "shared out": {"finder": {"ranks": "shard"}, "accumulate_grad_batches": 2, "num_sanity_val_steps": 2},
     "fast_dev_run": {"fast_dev_run": True},
 }
@@ -130,8 +131,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_of_any_strategy_share_the_profile_and_train_in_step(trained: Path, name: str) -> None:
     first, second = said_by_ranks(trained / name)
-    in_lockstep = name in ("static graph", "FSDP", "FSDP2", "lock-step for a function")
-    assert first["ranks"] == ("2 in lock-step" if in_lockstep else "several")
+    assert first["ranks"] == ("several" if name in ("shared out", "fast_dev_run") else "2 in lock-step")
     if name != "fast_dev_run":
         check_alike(first, second)
         return
