@@ -38,13 +38,20 @@ def sampler_with(sizes: Any, *, calibrated: bool = True, **options: Any) -> Cali
     return sampler
 
 
-def _refused(rank: int, what: str) -> str:
+def _refused(rank: int) -> dict[str, str]:
+    """What each rank is told in each case; the second comes late."""
+    return {what: _told(rank, what) for what in ("sizes", "bins", "loaded state", "place")}
+
+
+def _told(rank: int, what: str) -> str:
     sizes = [8, 4, 2, 1] if what != "sizes" or rank == 0 else [8, 4, 2, 2]
     bins = BINS if what != "bins" or rank == 0 else [5.0, 10.0, 20.0, 40.0]
-    sampler = sampler_with(sizes, duration_bins=bins)
-    if what == "loaded state":
-        earlier = sampler_with([9, 4, 2, 1] if rank == 0 else [8, 4, 2, 1], calibrated=False)
-        next(iter(earlier))
+    sampler = sampler_with(sizes, duration_bins=bins, rank=rank, world_size=2)
+    if what in ("loaded state", "place"):
+        earlier_sizes = [9, 4, 2, 1] if rank == 0 and what == "loaded state" else [8, 4, 2, 1]
+        earlier = iter(sampler_with(earlier_sizes, calibrated=False, rank=rank, world_size=2))
+        for _ in range(1 + rank if what == "place" else 1):
+            next(earlier)
         sampler.load_state_dict(earlier.state_dict())
     if rank > 0:
         time.sleep(1.0)
@@ -53,13 +60,18 @@ def _refused(rank: int, what: str) -> str:
     except RanksDisagreeError as error:
         return str(error)
     finally:
-        _leave(rank)
+        _leave()
     return ""
 
 
-def _leave(rank: int) -> None:
+def _leave() -> None:
     """Stay until all have said what they found: the first rank serves the store."""
     dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, str]]:
+    return results(run_ranks(_refused))
 
 
 @pytest.mark.parametrize(
@@ -68,17 +80,19 @@ def _leave(rank: int) -> None:
         ("sizes", r"bucket_batch_size \[8, 4, 2, 1\]", r"bucket_batch_size \[8, 4, 2, 2\]"),
         ("bins", r"bins \[\[5.0, 10.0, 20.0, 30.0\], .*\]", r"bins \[\[5.0, 10.0, 20.0, 40.0\], .*\]"),
         ("loaded state", r"loaded schedule of sizes .*9, 4, 2, 1.*", r"loaded schedule of sizes .*8, 4, 2, 1.*"),
+        ("place", r"loaded schedule of sizes .* for 1 batches", r"loaded schedule of sizes .* for 2 batches"),
     ],
 )
-def test_ranks_that_would_train_out_of_step_are_told_with_both_digests(what: str, first: str, second: str) -> None:
-    said = results(run_ranks(_refused, what))
-    assert said[0] == ""  # it came first, and didn't wait
+def test_ranks_that_would_train_out_of_step_are_told_with_both_digests(
+    told: list[dict[str, str]], what: str, first: str, second: str
+) -> None:
+    assert told[0][what] == ""  # it came first, and didn't wait
     digest = r"\(digest [0-9a-f]{8}\)"
     message = (
         rf"all ranks must have the same batch sizes when epoch 0 starts, but rank 0 has {first} {digest} and rank 1 "
         rf"has {second} {digest}; give all ranks the same list, profile or checkpoint"
     )
-    assert re.match(message, said[1]), said[1]
+    assert re.match(message, told[1][what]), told[1][what]
 
 
 def _agree(rank: int) -> list[int]:
@@ -105,7 +119,7 @@ def _agree(rank: int) -> list[int]:
     sampler.apply([5, 5, 2, 2])  # as a second calibration does
     sampler.agreement = new_agreement()
     lengths.append(len(list(sampler)))
-    _leave(rank)
+    _leave()
     return lengths
 
 
@@ -124,7 +138,7 @@ def _in_workers(rank: int) -> int:
     sampler = sampler_with([8, 4, 2, 1] if rank == 0 else [8, 4, 2, 2])
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may have children
     num = len(list(DataLoader(IterableDatasetWrapper(Count(), sampler), batch_size=None, num_workers=1)))
-    _leave(rank)
+    _leave()
     return num
 
 
