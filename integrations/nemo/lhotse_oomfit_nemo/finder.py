@@ -1,0 +1,98 @@
+"""`NemoBatchSizeFinder`: calibrates a NeMo training whose data section asks for ``bucket_batch_size: auto``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lhotse_oomfit.errors import InvalidArgumentError
+from lhotse_oomfit.fit import CalibrationOptions
+from lhotse_oomfit.lightning import BucketBatchSizeFinder
+from lhotse_oomfit_nemo.request import Request, asks_for_auto, refuse_auto, request_from
+from lhotse_oomfit_nemo.sampling import requests_of
+from lhotse_oomfit_nemo.schema import SchemaBatches
+from lhotse_oomfit_nemo.seams import forget_auto, nemo_models
+
+__all__ = ["NemoBatchSizeFinder"]
+
+logger = logging.getLogger(__name__)
+
+
+class NemoBatchSizeFinder(BucketBatchSizeFinder):
+    """A :class:`BucketBatchSizeFinder` whose options come with the data.
+
+    It is part of every Trainer that is made in a NeMo job, and leaves it when a fit begins without anything to
+    calibrate.
+    """
+
+    def __init__(self) -> None:
+        self._request: Request | None = None
+        super().__init__()
+
+    @property
+    def options(self) -> CalibrationOptions:  # type: ignore[override]
+        """Those of the data section; the defaults before it was read."""
+        return CalibrationOptions() if self._request is None else self._request.options
+
+    @options.setter
+    def options(self, value: CalibrationOptions) -> None:
+        """The base class sets its defaults here; the data section decides."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Look whether there is anything to do; if not, leave the trainer as if this had never been there."""
+        if stage != "fit":
+            return
+        datamodule = getattr(trainer, "datamodule", None)
+        data_config = getattr(datamodule, "cfg", None)
+        if data_config is not None:
+            for section in ("validation_ds", "test_ds", "predict_ds"):
+                refuse_auto(data_config.get(section), section)
+        self._request = self._find_request(trainer, pl_module, data_config)
+        if self._request is None:
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
+            return
+        for model in nemo_models(pl_module):
+            train_ds = model.cfg.get("train_ds")
+            if train_ds is not None and asks_for_auto(train_ds) and not train_ds.get("defer_setup", False):
+                forget_auto(train_ds)  # a model that doesn't keep its config by NeMo's own method
+        if self._request.batches == "schema":
+            config = data_config if data_config is not None else pl_module.cfg
+            rate = (config.get("train_ds") or {}).get("sample_rate") or 16000
+            self.make_batch = SchemaBatches(pl_module, sampling_rate=int(rate))
+        super().setup(trainer, pl_module, stage)
+        loop, setup_data = trainer.fit_loop, trainer.fit_loop.setup_data
+
+        def setup_undistributed() -> None:
+            with _sampler_left_alone(trainer):
+                setup_data()
+
+        loop.setup_data = setup_undistributed
+
+    def _find_request(self, trainer: Any, pl_module: Any, data_config: Any) -> Request | None:
+        requests = requests_of(getattr(pl_module, "_train_dl", None))
+        if any(request != requests[0] for request in requests):
+            raise InvalidArgumentError("the samplers of one training must be calibrated with the same oomfit_ options")
+        if requests:
+            return requests[0]
+        configs = [data_config, getattr(pl_module, "cfg", None)]
+        for config in configs:
+            train_ds = None if config is None else config.get("train_ds")
+            if train_ds is not None and asks_for_auto(train_ds):
+                return request_from(train_ds.get)
+        return None
+
+
+@contextmanager
+def _sampler_left_alone(trainer: Any) -> Iterator[None]:
+    """No DistributedSampler of Lightning's around the training sampler, which splits the data over ranks by itself."""
+    connector = trainer._accelerator_connector
+    before = connector.use_distributed_sampler
+    if before and trainer.world_size > 1:
+        logger.info("trainer.use_distributed_sampler is left out of account for the training data")
+    connector.use_distributed_sampler = False
+    try:
+        yield
+    finally:
+        connector.use_distributed_sampler = before
