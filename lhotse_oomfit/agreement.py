@@ -37,7 +37,8 @@ class Agreement:
     def check(self, moment: str, when: str, parts: Mapping[str, str]) -> None:
         """Compare `parts` with what the first rank had that came to this moment: one request, and no waiting.
 
-        Nothing happens where ``torch.distributed`` isn't initialised (any more), or its store can't compare.
+        Nothing happens where ``torch.distributed`` isn't initialised (any more) or has no store; one that can't
+        compare is warned of.
 
         :param moment: names the moment; the same on every rank, and passed again only with the same `parts`.
         :param when: the moment in words, for the error.
@@ -46,9 +47,11 @@ class Agreement:
         """
         if not (dist.is_available() and dist.is_initialized()):
             return
+        store = dist.distributed_c10d._get_default_store()
+        if store is None:  # as with MPI
+            return
         digest = short_sha(sorted(parts.items()))
         own: dict[str, Any] = {"rank": dist.get_rank(), "digest": digest, "parts": dict(parts)}
-        store = dist.distributed_c10d._get_default_store()
         try:
             said = store.compare_set(f"lhotse_oomfit/agreement/{self._name}/{moment}", "", json.dumps(own))
         except (RuntimeError, ConnectionError) as error:
