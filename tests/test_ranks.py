@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lhotse_oomfit import calibrate
-from lhotse_oomfit.ranks import SingleRank, alone, current_ranks
+from lhotse_oomfit.ranks import SingleRank, StoreRanks, alone, current_ranks
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -47,6 +48,37 @@ def _share(rank):
 
 def test_every_rank_gets_what_the_first_found_and_what_all_say():
     assert results(run_ranks(_share, world_size=3)) == [("by rank 0", ["10", "9", "8"], "again")] * 3
+
+
+class CountingStore:
+    """A store in this process that counts how often values are fetched."""
+
+    def __init__(self) -> None:
+        self.inner = dist.HashStore()
+        self.num_gets = 0
+
+    def get(self, key):
+        self.num_gets += 1
+        return self.inner.get(key)
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+def test_what_the_store_serves_grows_with_the_number_of_ranks_and_not_with_its_square():
+    store, num = CountingStore(), 24
+    told = {}
+
+    def run(rank):
+        told[rank] = StoreRanks(store, rank=rank, world_size=num).gather(lambda: str(rank))
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(told[rank] == [str(each) for each in range(num)] for rank in range(num))
+    assert store.num_gets == 2 * (num - 1)
 
 
 def _alone(rank):
