@@ -32,7 +32,7 @@ class NemoBatchSizeFinder(BucketBatchSizeFinder):
         super().__init__()
 
     @property
-    def options(self) -> CalibrationOptions:  # type: ignore[override]
+    def options(self) -> CalibrationOptions:
         """Those of the data section; the defaults before it was read."""
         return CalibrationOptions() if self._request is None else self._request.options
 

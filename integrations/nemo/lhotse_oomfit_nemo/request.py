@@ -83,7 +83,11 @@ def check_keys(keys: Iterable[Any], known: Iterable[str]) -> None:
     for key in map(str, keys):
         if key in OPTION_KEYS or key in known:
             continue
-        near = difflib.get_close_matches(key, OPTION_KEYS, n=1, cutoff=0.6 if key.startswith(PREFIX) else 0.9)
+        if key.startswith(PREFIX):
+            names = [known_key.removeprefix(PREFIX) for known_key in OPTION_KEYS]
+            near = [PREFIX + name for name in difflib.get_close_matches(key.removeprefix(PREFIX), names, n=1)]
+        else:
+            near = difflib.get_close_matches(key, OPTION_KEYS, n=1, cutoff=0.9)
         if near or key.startswith(PREFIX):
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(OPTION_KEYS)}"
             raise InvalidArgumentError(f"train_ds.{key} is no option of a calibration; {hint}")

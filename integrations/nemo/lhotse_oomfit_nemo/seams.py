@@ -106,7 +106,7 @@ def what_moved(loading: Any, model_class: Any) -> list[str]:
 
 def install() -> None:
     """Put the replacements in place, once."""
-    loading = importlib.import_module(_LOADING)
+    loading: Any = importlib.import_module(_LOADING)
     model_class = importlib.import_module(_MODEL).ModelPT
     if getattr(loading, "_oomfit_installed", False):
         return

@@ -13,14 +13,23 @@ import soundfile
 
 RATE = 16000
 
-WORDS = (
-    "the a river market morning window letter garden doctor yellow silver winter harbour captain evening butter "
-    "walks opens carries follows remembers paints answers measures watches gathers slowly quietly never often under "
-    "over near behind without seven twelve forty old young bright narrow heavy gentle and but when because"
-).split()
+WORDS = [
+    "the", "a", "river", "market", "morning", "window", "letter", "garden", "doctor", "yellow", "silver", "winter",
+    "harbour", "captain", "evening", "butter", "walks", "opens", "carries", "follows", "remembers", "paints",
+    "answers", "measures", "watches", "gathers", "slowly", "quietly", "never", "often", "under", "over", "near",
+    "behind", "without", "seven", "twelve", "forty", "old", "young", "bright", "narrow", "heavy", "gentle", "and",
+    "but", "when", "because",
+]  # fmt: skip
 
 # First three resonances of each vowel, in Hz; other letters get a resonance of their own, and some noise.
-VOWELS = {"a": (730, 1090, 2440), "e": (530, 1840, 2480), "i": (270, 2290, 3010), "o": (570, 840, 2410), "u": (300, 870, 2240), "y": (350, 2000, 2800)}  # fmt: skip  # noqa: E501
+VOWELS = {
+    "a": (730, 1090, 2440),
+    "e": (530, 1840, 2480),
+    "i": (270, 2290, 3010),
+    "o": (570, 840, 2410),
+    "u": (300, 870, 2240),
+    "y": (350, 2000, 2800),
+}
 
 
 def sentences(num: int, *, seed: int = 0, max_words: int = 14) -> list[str]:
