@@ -139,7 +139,7 @@ class BucketBatchSizeFinder(pl.Callback):
         self._loaded: dict[str, Any] | None = None
         self._next_epoch = 0
         self._agreement: Agreement | None = None
-        self._num_epochs = 0  # that began in this fit
+        self._num_checks = 0  # in this fit
         self._trainer: Any = None
         self._is_early = False  # whether there is no optimizer yet
         self._was_set_up_early = False
@@ -166,7 +166,7 @@ class BucketBatchSizeFinder(pl.Callback):
         self._holds_position = True
         self._trainer = trainer
         self._agreement = None
-        self._num_epochs = 0
+        self._num_checks = 0
         self._found = []
         self._late_memory = None
         self._first_step = None
@@ -205,7 +205,8 @@ class BucketBatchSizeFinder(pl.Callback):
         self._is_early = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Say so if there was nothing to do."""
+        """See that all ranks have the same sizes; say so if there was nothing to do."""
+        self._check_ranks(trainer)  # an epoch that is resumed in its middle doesn't start anew for Lightning
         if self._sampler is None and trainer.is_global_zero:
             logger.warning(
                 "BucketBatchSizeFinder found no CalibratedBucketingSampler in the training data; remove the callback, "
@@ -215,20 +216,21 @@ class BucketBatchSizeFinder(pl.Callback):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Tell an iterable dataset the epoch, as Lightning tells a sampler; see that all ranks have the same sizes."""
         self._num_processed_before = None
-        if trainer.world_size > 1:
-            self._check_ranks(trainer)
+        self._check_ranks(trainer)
         if self._set_epoch is not None:
             self._set_epoch(trainer.fit_loop.epoch_progress.current.processed)
 
     def _check_ranks(self, trainer: Any) -> None:
+        if trainer.world_size == 1:
+            return
         if self._agreement is None:
             self._agreement = new_agreement()
-        self._num_epochs += 1
+        self._num_checks += 1
         for index, sampler in enumerate(self._found):
             parts = sampler.shared_by_ranks()
             if parts and self._agreement is not None:
                 when = f"when epoch {trainer.current_epoch} starts"
-                self._agreement.check(f"{self._num_epochs}/{index}", when, parts)
+                self._agreement.check(f"{self._num_checks}/{index}", when, parts)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, *args: Any) -> None:
         """Note where Lightning's count of batches stands when the epoch begins; look for memory that appeared late."""

@@ -107,6 +107,17 @@ class Recogniser(pl.LightningModule):
         self.output.joinpath(f"rank{self.global_rank}.json").write_text(json.dumps(said))
 
 
+class SaveAt(pl.Callback):
+    """Saves a checkpoint after a step."""
+
+    def __init__(self, step: int, path: str) -> None:
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
 def _whole(parameter: Any) -> torch.Tensor:
     return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
 
@@ -146,6 +157,8 @@ def train(
     finder: dict[str, Any] | None = None,
     given_step: bool = False,
     manual: bool = False,
+    save_at: tuple[int, str] | None = None,
+    checkpoint: str | None = None,
     **options: Any,
 ) -> None:
     torch.set_num_threads(1)
@@ -156,8 +169,9 @@ def train(
         **{"memory_limit": "3MiB", "cache": False, "progress": False, "num_sample_cuts": 40, **(finder or {})},
     )
     module = Recogniser(output, callback, manual=manual)
-    trainer = pl.Trainer(callbacks=[callback], strategy=made_strategy(strategy), **{**OPTIONS, **options})
-    trainer.fit(module)
+    callbacks = [callback] if save_at is None else [callback, SaveAt(*save_at)]
+    trainer = pl.Trainer(callbacks=callbacks, strategy=made_strategy(strategy), **{**OPTIONS, **options})
+    trainer.fit(module, ckpt_path=checkpoint)
 
 
 if __name__ == "__main__":

@@ -145,6 +145,31 @@ def test_lock_step_finds_about_the_sizes_that_one_rank_finds(trained: Path) -> N
     assert together["bucket_batch_size"] == pytest.approx(shared["bucket_batch_size"], rel=0.1, abs=1)
 
 
+def _resumed(rank: int, output: Path) -> None:
+    from lightning_job import train
+
+    path = str(output / "saved.ckpt")
+    for name, limit, options in (
+        ("before", "4MiB", {"max_steps": 3, "save_at": (3, path)}),
+        ("after", "2MiB", {"checkpoint": path}),
+    ):
+        output.joinpath(name).mkdir(exist_ok=True)
+        train(output / name, strategy="fsdp2", finder={"memory_limit": limit}, **options)
+
+
+def test_a_sharded_training_resumed_on_a_smaller_card_goes_on_with_smaller_sizes(tmp_path: Path) -> None:
+    results(run_ranks(_resumed, tmp_path))
+    before, after = said_by_ranks(tmp_path / "before"), said_by_ranks(tmp_path / "after")
+    sizes = [each[0]["bucket_batch_size"] for each in (before, after)]
+    assert all(small < large for large, small in zip(*sizes, strict=True))
+    for first, second in (before, after):
+        assert first["profile"] == second["profile"]
+        assert first["parameters"] == second["parameters"]
+        assert len(first["ids"]) == len(second["ids"])
+    seen = [i for each in (*before, *after) for ids in each["ids"] for i in ids]
+    assert sorted(seen) == sorted(cut.id for cut in tiny_cuts(NUM_CUTS))
+
+
 # One truth
 
 
@@ -162,18 +187,25 @@ class Plain(pl.LightningModule):  # type: ignore[misc]
         return torch.optim.AdamW(self.parameters())
 
 
-def _other_lists(rank: int) -> None:
-    from lightning_job import OPTIONS
+def _other_lists(rank: int, checkpoint: Path | None) -> None:
+    from lightning_job import OPTIONS, SaveAt
 
     warnings.simplefilter("ignore")
-    sampler = tiny_sampler(tiny_cuts(60), bucket_batch_size=[8, 4, 2, 1] if rank == 0 else [8, 4, 2, 2])
-    callback = BucketBatchSizeFinder(memory_limit="3MiB", cache=False)
-    trainer = pl.Trainer(callbacks=[callback], strategy="ddp", **OPTIONS)
-    trainer.fit(Plain(), DataLoader(TinyDataset(), sampler=sampler, batch_size=None))
+
+    def fit(sizes: list[int], *callbacks: Any, resume: Path | None = None, **options: Any) -> None:
+        sampler = tiny_sampler(tiny_cuts(60), bucket_batch_size=sizes)
+        callback = BucketBatchSizeFinder(memory_limit="3MiB", cache=False)
+        trainer = pl.Trainer(callbacks=[callback, *callbacks], strategy="ddp", **{**OPTIONS, **options})
+        trainer.fit(Plain(), DataLoader(TinyDataset(), sampler=sampler, batch_size=None), ckpt_path=resume)
+
+    if checkpoint is not None:
+        fit([8, 4, 2, 1], SaveAt(2, str(checkpoint)), max_steps=2)
+    fit([8, 4, 2, 1] if rank == 0 else [8, 4, 2, 2], resume=checkpoint)
 
 
-def test_sizes_that_differ_between_ranks_end_the_training_when_the_epoch_starts() -> None:
-    found = run_ranks(_other_lists, timeout_s=120)
+@pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
+def test_sizes_that_differ_between_ranks_end_the_training_before_a_step(tmp_path: Path, resumed: bool) -> None:
+    found = run_ranks(_other_lists, tmp_path / "saved.ckpt" if resumed else None, timeout_s=120)
     kinds = {rank: kind for rank, (kind, _) in found.items()}
     assert kinds == {0: "error", 1: "error"}
     text = "".join(text for _, text in found.values())
