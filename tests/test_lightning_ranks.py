@@ -73,6 +73,7 @@ def check_alike(first: dict[str, Any], second: dict[str, Any], *, num_epochs: in
     assert first["parameters"] == second["parameters"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["ddp", "ddp_spawn", "ddp_fork"])
 def test_a_job_that_starts_its_ranks_itself_is_calibrated_and_trains_in_step(tmp_path: Path, launcher: str) -> None:
     more = {} if launcher != "ddp" else {"max_epochs": 2, "reload_dataloaders_every_n_epochs": 1}
@@ -157,6 +158,7 @@ def _resumed(rank: int, output: Path) -> None:
         train(output / name, strategy="fsdp2", finder={"memory_limit": limit}, **options)
 
 
+@pytest.mark.slow
 def test_a_sharded_training_resumed_on_a_smaller_card_goes_on_with_smaller_sizes(tmp_path: Path) -> None:
     results(run_ranks(_resumed, tmp_path))
     before, after = said_by_ranks(tmp_path / "before"), said_by_ranks(tmp_path / "after")
@@ -203,6 +205,7 @@ def _other_lists(rank: int, checkpoint: Path | None) -> None:
     fit([8, 4, 2, 1] if rank == 0 else [8, 4, 2, 2], resume=checkpoint)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
 def test_sizes_that_differ_between_ranks_end_the_training_before_a_step(tmp_path: Path, resumed: bool) -> None:
     found = run_ranks(_other_lists, tmp_path / "saved.ckpt" if resumed else None, timeout_s=120)

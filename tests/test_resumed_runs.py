@@ -316,6 +316,7 @@ def _lightning_on_two_ranks(rank: int, folder: Path) -> Any:
     return before, old, after + rest, new
 
 
+@pytest.mark.slow
 def test_all_ranks_of_a_lightning_run_change_to_new_sizes_at_the_same_batch(tmp_path: Path) -> None:
     first, second = results(run_ranks(_lightning_on_two_ranks, tmp_path))
     assert saved_schedule(tmp_path / "second.ckpt") == [([0], first[1]), ([3], first[3])]
