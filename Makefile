@@ -22,8 +22,9 @@ help:
 demo: $(VENV)/.demo
 	@OMP_WAIT_POLICY=passive $(BIN)/python examples/train_asr.py --device cpu --output demo_output --cache demo_output/profiles $(ARGS)
 
+# Two at a time: the slow tests start several processes of their own and wait for them.
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.dev
 	@$(BIN)/ruff check .

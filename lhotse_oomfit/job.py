@@ -11,27 +11,27 @@ import dataclasses
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lhotse_oomfit.bytecode import callable_digest
-from lhotse_oomfit.calibration import Measurement, measure_sizes, refuse_unfit, wake_optimizers
+from lhotse_oomfit.budget import budget_bytes, fragmenting_bytes
+from lhotse_oomfit.calibration import Measurement, measure_sizes, refuse_unfit
 from lhotse_oomfit.errors import CalibrationError, InvalidArgumentError, LockStepMemoryError, RankFailedError
 from lhotse_oomfit.fingerprint import Fingerprint
+from lhotse_oomfit.identity import fingerprint_of, versions
 from lhotse_oomfit.journal import Journal, Observation
-from lhotse_oomfit.lockstep import Crew, LockStepRunner, crew_of
-from lhotse_oomfit.memory import MemoryBackend, Usage, backend_for
+from lhotse_oomfit.lockstep import Crew, crew_of
+from lhotse_oomfit.memory import MemoryBackend, backend_for
 from lhotse_oomfit.options import CalibrationOptions, check_recalibrate
-from lhotse_oomfit.profile import Profile, format_bytes, parse, parse_bytes, utc_now
+from lhotse_oomfit.profile import Profile, format_bytes, parse, utc_now
 from lhotse_oomfit.progress import show_progress
 from lhotse_oomfit.ranks import Failure, Ranks, StoreRanks, alone
+from lhotse_oomfit.rehearsal import observation_of, rehearsal, resident_bytes, trial_of
 from lhotse_oomfit.report import render_table
 from lhotse_oomfit.sampler import CalibratedBucketingSampler
 from lhotse_oomfit.shapes import Cases, WorstCases, shape_label
@@ -39,18 +39,9 @@ from lhotse_oomfit.snapshot import leave_no_trace
 from lhotse_oomfit.store import ProfileStore
 from lhotse_oomfit.strategies import ReducerBuckets, lockstep_reason, refuse_strategy
 from lhotse_oomfit.teamwork import decode, encode, merge_each, merge_shares, share_out
-from lhotse_oomfit.training import (
-    Training,
-    forget_trials,
-    gradient_bytes,
-    must_wake,
-    parts_of,
-    resident_tensors,
-)
-from lhotse_oomfit.traits import dataset_fields, environment_fields, model_fields, optimizer_fields
+from lhotse_oomfit.training import Training, gradient_bytes, parts_of, resident_tensors
 from lhotse_oomfit.trial import Trial, TrialRunner
 from lhotse_oomfit.verification import Check, check_tightest
-from lhotse_oomfit.version import __version__
 
 __all__ = ["Job"]
 
@@ -58,9 +49,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_DEFAULT_ALLOCATOR_SHARE = 0.88
-"""Share of the budget used on the default allocator: sizes found on a fresh allocator run out of memory in shuffled
-training there (58 times in 70 steps on an H200), 12% smaller ones don't."""
 _NUM_CHECKED = 2
 """Buckets that are run again where a profile is verified: the tightest, and one more in case it was a special one."""
 _MAX_SIZE = 65_536
@@ -132,7 +120,7 @@ class Job:
         self.allocator = self.memory.prepare()
         bins = self.sampler.bins
         said = {
-            "budget_bytes": _budget(self.memory, self.allocator, self.options),
+            "budget_bytes": budget_bytes(self.memory, self.allocator, self.options),
             "most_bytes": self.memory.budget(1.0).bytes,
             "bins": repr(bins.as_lists()) if bins is not None else "",
             "card": self.memory.fields(),
@@ -329,7 +317,7 @@ class Job:
         profile = candidate.profile
         if candidate.note:
             logger.info("%s, and holds here too", candidate.note)
-            profile = replace(profile, fingerprint=fingerprint, versions=_versions())
+            profile = replace(profile, fingerprint=fingerprint, versions=versions())
             self.store.save(profile)
         if candidate.path:
             logger.info(
@@ -379,18 +367,18 @@ class Job:
 
             def on_trial(trial: Trial, bucket: Any) -> None:
                 if journal is not None:
-                    journal.add(_observation(trial))
+                    journal.add(observation_of(trial))
                 show(trial, bucket)
 
-            resident_bytes, gradients = _resident_bytes(memory), gradient_bytes(self.training.module)
+            before_bytes, gradients = resident_bytes(memory), gradient_bytes(self.training.module)
             if crew is not None:
-                resident_bytes, gradients = crew.largest(resident_bytes, gradients)
+                before_bytes, gradients = crew.largest(before_bytes, gradients)
             measurement = measure_sizes(
                 shapes,
                 runner=runner,
                 memory=memory,
                 budget_bytes=self.budget_bytes,
-                resident_bytes=resident_bytes,
+                resident_bytes=before_bytes,
                 gradient_bytes=gradients,
                 forward_gradients=self.training.forward_gradients,
                 headroom_bytes=max(self.most_bytes - self.budget_bytes, 0),
@@ -399,57 +387,26 @@ class Job:
                 mode=options.mode,
                 objective=options.objective,
                 throughput_share=options.throughput_share,
-                fragmenting_bytes=_fragmenting_bytes(memory, self.allocator, self.budget_bytes),
+                fragmenting_bytes=fragmenting_bytes(memory, self.allocator, self.budget_bytes),
                 cautious=crew is not None,
-                earlier=[_trial(observation) for observation in earlier],
+                earlier=[trial_of(observation) for observation in earlier],
                 on_trial=on_trial,
             )
         if journal is not None:
             journal.discard()
         return measurement
 
-    @contextmanager
-    def _trials(self, make_batch: Callable[[int, int], Any], crew: Crew | None = None) -> Iterator[TrialRunner]:
-        """Runs training steps as training will run them: optimizer state is there, gradients too where they live on.
-        Afterwards everything is as before."""
-        training, memory = self.training, self.memory
-        step = training.step
-        if self.mode == "lockstep" and training.step_together is not None:
-            step = training.step_together
-        wake = must_wake(training.optimizers)
-        if crew is not None:
-            wake = bool(crew.largest(int(wake))[0])
-        keep_gradients = training.accumulate_grad_batches > 1
-        with leave_no_trace(
-            training.module,
-            training.optimizers,
-            training.schedulers,
-            training.scalers,
-            [*training.extras, *parts_of(training.dataset)],
-            parameters=wake,
-        ):
-            if not training.module.training:
-                training.module.train()  # parts that are kept in eval mode within a training model stay so
-            step.zero_grad()
-            if wake:
-                peak_bytes = wake_optimizers(step, memory, training.module.parameters())
-                if peak_bytes > self.budget_bytes:
-                    raise CalibrationError(
-                        f"one step of the optimizer, without any batch, takes {format_bytes(peak_bytes)} of a budget "
-                        f"of {format_bytes(self.budget_bytes)}; raise memory_fraction or memory_limit"
-                    )
-            if keep_gradients:
-                for parameter in training.module.parameters():
-                    if parameter.requires_grad:
-                        parameter.grad = torch.zeros_like(parameter)
-            if crew is None:
-                yield TrialRunner(step=step, memory=memory, make_batch=make_batch, keep_gradients=keep_gradients)
-            else:
-                yield LockStepRunner(
-                    crew=crew, step=step, memory=memory, make_batch=make_batch, keep_gradients=keep_gradients
-                )
-        forget_trials(training.model)
-        memory.release()
+    def _trials(
+        self, make_batch: Callable[[int, int], Any], crew: Crew | None = None
+    ) -> AbstractContextManager[TrialRunner]:
+        return rehearsal(
+            self.training,
+            self.memory,
+            make_batch,
+            budget_bytes=self.budget_bytes,
+            together=self.mode == "lockstep",
+            crew=crew,
+        )
 
     # The profile
 
@@ -485,86 +442,26 @@ class Job:
             objective=self.options.objective,
             allocator=self.allocator,
             created=utc_now(),
-            versions=_versions(),
+            versions=versions(),
         )
 
     def _fingerprint(self, worst_case: WorstCases) -> Fingerprint:
-        training, options = self.training, self.options
-        world_size = options.world_size or self.ranks.world_size
-        shapes = ", ".join(shape_label(shape) for shape in worst_case.shapes)
-        fields = {
-            **self.memory.fields(),
-            "memory_fraction": f"{options.memory_fraction:g}",
-            "reserve": str(options.reserve or "-"),
-            "max_batch_size": str(options.max_batch_size or "-"),
-            "mode": options.mode,
-            "objective": options.objective
-            + (f" within {options.throughput_share:g}" if options.objective == "throughput" else ""),
-            "buckets": shapes,
-            "accumulated gradients": str(training.accumulate_grad_batches > 1),
-            "ranks": _ranks_field(world_size, self.mode),
-            **training.settings,
-            **{
-                f"code.{name}": callable_digest(function)
-                for name, function in {**training.functions, **self.sampler.functions}.items()
-                if function is not None
-            },
-            **model_fields(training.module),
-            **optimizer_fields(list(training.optimizers)),
-            **environment_fields(),
-            "allocator": self.allocator,
-            **dataset_fields(training.dataset),
-            **worst_case.batch_fields(),
-            "lhotse-oomfit": __version__.rpartition(".")[0],
-        }
-        return Fingerprint(fields=fields)
-
-
-def _ranks_field(world_size: int, mode: str) -> str:
-    """What a profile depends on in the ranks: with shards, how many there are decides how much each holds."""
-    if world_size == 1:
-        return "one"
-    return f"{world_size} in lock-step" if mode == "lockstep" else "several"
+        return fingerprint_of(
+            self.training,
+            self.sampler,
+            self.options,
+            memory=self.memory,
+            allocator=self.allocator,
+            cases=worst_case,
+            world_size=self.options.world_size or self.ranks.world_size,
+            lockstep=self.mode == "lockstep",
+        )
 
 
 def _by_itself(work: Callable[[], T]) -> T:
     """Run `work` without meeting other ranks."""
     with alone():
         return work()
-
-
-def _resident_bytes(memory: MemoryBackend) -> int:
-    """What is allocated before a step begins."""
-    with memory.measure() as usage:
-        pass
-    return usage().allocated_bytes
-
-
-def _observation(trial: Trial) -> Observation:
-    fits = trial.status == "fits"
-    return Observation(
-        bucket=trial.bucket,
-        size=trial.size,
-        peak_bytes=trial.usage.allocated_bytes if fits else None,
-        reserved_bytes=trial.usage.reserved_bytes if fits else 0,
-    )
-
-
-def _trial(observation: Observation) -> Trial:
-    peak_bytes = observation.peak_bytes
-    return Trial(
-        bucket=observation.bucket,
-        size=observation.size,
-        status="oom" if peak_bytes is None else "fits",
-        usage=Usage(
-            allocated_bytes=peak_bytes or 0,
-            reserved_bytes=observation.reserved_bytes,
-            num_retries=0,
-            num_ooms=0,
-            seconds=0.0,
-        ),
-        error="an earlier job ran out of memory" if peak_bytes is None else None,
-    )
 
 
 def _check_sampler(sampler: CalibratedBucketingSampler) -> None:
@@ -577,37 +474,3 @@ def _check_sampler(sampler: CalibratedBucketingSampler) -> None:
         raise InvalidArgumentError(
             "sampler has fixed batch sizes, there is nothing to calibrate; make it with bucket_batch_size='auto'"
         )
-
-
-def _budget(memory: MemoryBackend, allocator: str, options: CalibrationOptions) -> int:
-    budget_bytes = memory.budget(options.memory_fraction).bytes
-    if options.reserve is not None:
-        budget_bytes -= parse_bytes(options.reserve)
-    if _fragments(memory, allocator):
-        logger.warning(
-            "expandable segments are off, so %.0f%% of the memory budget are kept free against fragmentation; "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True gets them back",
-            100 * (1 - _DEFAULT_ALLOCATOR_SHARE),
-        )
-        budget_bytes = int(budget_bytes * _DEFAULT_ALLOCATOR_SHARE)
-    return budget_bytes
-
-
-def _fragments(memory: MemoryBackend, allocator: str) -> bool:
-    """Whether the allocator's segments have fixed sizes, so that batches of many shapes fragment them."""
-    return allocator == "default" and memory.name == "cuda"
-
-
-def _fragmenting_bytes(memory: MemoryBackend, allocator: str, budget_bytes: int) -> int:
-    """What was kept out of the budget for that."""
-    return int(budget_bytes / _DEFAULT_ALLOCATOR_SHARE) - budget_bytes if _fragments(memory, allocator) else 0
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": ".".join(map(str, sys.version_info[:3])), "lhotse-oomfit": __version__}
-    for name in ("torch", "lhotse", "lightning", "pytorch-lightning", "nemo-toolkit"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

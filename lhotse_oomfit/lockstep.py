@@ -120,18 +120,24 @@ def crew_of(ranks: StoreRanks, *, on_failure: Callable[[Failure], None] = lambda
     """
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=ranks.calibration_timeout_s))
     stop = threading.Event()
-    watch = threading.Thread(target=_watch, args=(ranks, stop, on_failure), name="oomfit-lockstep", daemon=True)
+    said: queue.Queue[Failure | None] = queue.Queue()
+    watch = threading.Thread(target=_watch, args=(ranks, said, stop, on_failure), name="oomfit-lockstep", daemon=True)
     watch.start()
     try:
         yield Crew(ranks, group)
     finally:
         stop.set()
+        said.put(None)  # wakes the thread, which sees that it's over
     dist.destroy_process_group(group)  # not after a failure: peers may be gone
 
 
-def _watch(ranks: StoreRanks, stop: threading.Event, on_failure: Callable[[Failure], None]) -> None:
+def _watch(
+    ranks: StoreRanks,
+    said: queue.Queue[Failure | None],
+    stop: threading.Event,
+    on_failure: Callable[[Failure], None],
+) -> None:
     """End this process if another rank fails and the main thread, waiting for it, doesn't notice."""
-    said: queue.Queue[Failure | None] = queue.Queue()
     # Asked from a thread of its own: while the process that serves the store is stopped, a request never ends.
     threading.Thread(target=_ask, args=(ranks, stop, said), name="oomfit-lockstep-ask", daemon=True).start()
     failure: Failure | None = None
