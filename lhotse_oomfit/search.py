@@ -62,6 +62,8 @@ _SPREAD, _SPREAD_FACTOR = 0.03, 1.25
 of the largest one seen."""
 _UNKNOWN_OVERHEAD = 0.88
 """Share of the memory that a cautious search fills before it knows what the allocator holds beyond the peak."""
+_PREDICTED_AT_WORST = 1.04
+"""What a predicted size may take of the room at most, by any model that agrees with what was measured."""
 _PREDICTED_MARGIN, _PREDICTED_FACTOR = 0.01, 1.25
 """Relative margin of a predicted size: at least, and as a multiple of the largest deviation among the measured ones."""
 _FAST_SHARE, _FAST_INSIDE = 0.2, 5
@@ -383,9 +385,12 @@ class Search:
             deviation = self._deviation()
             room = self.budget_bytes / self._overhead - self.resident_bytes
             promised = self._room(max(_PREDICTED_MARGIN, _PREDICTED_FACTOR * deviation)) / self._slope(k)
-            self._predicted[k] = math.floor(
-                min(promised, self._model.bounded_size(k, room=room, spread=deviation), self.max_size)
+            # The fit may have bent to a measured bucket that deviates, where few tell the monomials apart.
+            bounds = (
+                self._model.bounded_size(k, room=room, spread=deviation),
+                self._model.bounded_size(k, room=_PREDICTED_AT_WORST * room, spread=_SPREAD),
             )
+            self._predicted[k] = math.floor(min(promised, *bounds, self.max_size))
         return min(self._predicted[k], self._buckets[k].fails - 1)
 
     def _deviation(self) -> float:

@@ -189,6 +189,22 @@ def test_a_predicted_size_is_safe_where_models_hold_and_off_by_no_more_than_nois
         assert size >= min(math.floor((0.60 if card.noise else 0.75) * truth), truth - 1)
 
 
+def test_a_fit_that_bent_to_a_deviating_bucket_predicts_no_size_that_other_models_forbid():
+    lengths = (0.155, 0.31, 0.47, 0.625, 0.78, 0.86, 0.94, 1.25, 1.875, 2.5, 3.125, 3.75, 5.0)
+    outputs = (0, 0, 1, 1, 2, 2, 2, 3, 5, 7, 9, 11, 15)
+    card = Card(
+        shapes=[BucketShape(input_len=t, output_len=u) for t, u in zip(lengths, outputs, strict=True)],
+        coefficients=(0.0, 6e5, 0.0, 0.0, 8e4),
+        gradients=625_000_000,
+        constant=0,
+        noise={7: 0.984375},
+    )
+    search, _ = card.run(card.search(mode="fast"))
+    assert sum(map(search.is_predicted, range(len(lengths)))) > 5
+    for k, size in enumerate(search.sizes):
+        assert card.peak(k, size) <= card.budget
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     card=st.one_of(cards(headrooms=(0.0, 0.1)), grids()),
