@@ -76,7 +76,7 @@ def write_corpus(folder: Path, num: int, *, seed: int = 0, lang: str = "en") -> 
     return manifest
 
 
-def train_tokenizer(folder: Path, vocab_size: int = 64) -> Path:
+def train_tokenizer(folder: Path, vocab_size: int = 128) -> Path:
     """A SentencePiece tokenizer in the layout that NeMo's ``model.tokenizer.dir`` expects."""
     import sentencepiece
 
