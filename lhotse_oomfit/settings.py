@@ -27,7 +27,7 @@ _IGNORED_NAMES = {
 }  # fmt: skip
 _IGNORED_WORDS = {
     "lr", "seed", "seeds", "rng", "logs", "logging", "logger", "loggers", "verbose", "debug", "wandb", "tensorboard",
-    "comet", "warmup", "betas", "scheduler", "sched", "optim", "optimizer", "callbacks", "uuid", "timestamp",
+    "comet", "warmup", "betas", "scheduler", "sched", "optim", "optimizer", "callbacks", "uuid", "guid", "timestamp",
 }  # fmt: skip
 _IGNORED_TEXT_WORDS = {  # for anything but numbers: drop_path=0.1 counts, model_path="/a" doesn't
     "path", "paths", "dir", "dirs", "directory", "file", "filename", "filepath", "files", "manifest", "manifests",

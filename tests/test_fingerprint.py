@@ -229,6 +229,7 @@ def test_what_changes_memory_changes_the_fingerprint(name: str) -> None:
 SAME = {
     "learning rate": lambda m: setattr(m, "lr", 5.0),
     "seed": lambda m: setattr(m, "seed", 5),
+    "an identifier of the process": lambda m: setattr(m, "model_guid", "6e85fb6f-940f-46ba"),  # NeMo's models
     "path": lambda m: setattr(m.fbank, "path", "/other/cmvn.json"),
     "a new path": lambda m: setattr(m, "decoder_dir", "/other"),
     "a path by its look": lambda m: setattr(m, "vocab", "/other/vocab.txt"),
