@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lhotse_oomfit.errors import UnsupportedStrategyError
-from lhotse_oomfit.training import check_gradients, check_loss, forget_trials, hold_gradients, without_steps
+from lhotse_oomfit.training import (
+    check_backward,
+    check_loss,
+    forget_trials,
+    hold_gradients,
+    ran_backward,
+    without_steps,
+)
 
 try:
     import lightning.pytorch as pl
@@ -57,7 +64,7 @@ class LightningStep:
         self._scaler = scaler
         self._training_step = training_step
         self._together = together
-        self._ran_backward = False
+        self._has_returned = False
         self._holds_gradients = largest_accumulation(trainer) == 1  # else they are there all the time
         self._takes_batch_idx = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
 
@@ -91,7 +98,9 @@ class LightningStep:
     def _run_given(self, training_step: TrainingStepFunction, batch: Any) -> Any:
         """The loss that the given function returns; None if it ran backward."""
         strategy, module = self._trainer.strategy, self._module
-        with without_steps(module, "training_step"):
+        with ExitStack() as stack:
+            stack.enter_context(without_steps(module, "training_step"))
+            found = None if self._has_returned else stack.enter_context(ran_backward(module))
             if self._together:
                 with _in_place_of_own(module, training_step):
                     loss = strategy.training_step(batch)
@@ -100,9 +109,9 @@ class LightningStep:
                     loss = training_step(module, batch)
         if loss is not None:
             check_loss(loss, "training_step")
-        elif not self._ran_backward:
-            check_gradients(self._module, "training_step")
-            self._ran_backward = True
+        elif found is not None:
+            check_backward(found, "training_step")
+        self._has_returned = True
         return loss
 
     def optimizer_step(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ __all__ = [
     "LossStep",
     "MakeBatch",
     "Training",
-    "check_gradients",
+    "check_backward",
     "check_loss",
     "forget_trials",
     "gradient_bytes",
@@ -30,6 +30,7 @@ __all__ = [
     "loop_training",
     "must_wake",
     "parts_of",
+    "ran_backward",
     "resident_tensors",
     "unwrap_dataset",
     "without_steps",
@@ -107,15 +108,20 @@ class LossStep:
         self._scaler = scaler
         self._accumulate_grad_batches = accumulate_grad_batches
         self._runs_backward = False
+        self._has_returned = False
 
     def forward_backward(self, batch: Any) -> None:
         if self._runs_backward:
             hold_gradients(self._module)
-        with without_steps(self._module, "training_step"):
+        with ExitStack() as stack:
+            stack.enter_context(without_steps(self._module, "training_step"))
+            found = None if self._has_returned else stack.enter_context(ran_backward(self._module))
             loss = self._training_step(self._module, batch)
+        if loss is None and found is not None:
+            check_backward(found, "training_step")
+        self._has_returned = True
         if loss is None:
             if not self._runs_backward:
-                check_gradients(self._module, "training_step")
                 # Only now is it known that one model's gradients are alive in the other's passes.
                 self._runs_backward = True
                 self.forward_backward(batch)
@@ -236,12 +242,41 @@ def check_loss(loss: Any, name: str) -> None:
         raise InvalidArgumentError(f"{name} must return the loss, a scalar tensor with a gradient, it returned {what}")
 
 
-def check_gradients(module: torch.nn.Module, name: str) -> None:
+@contextmanager
+def ran_backward(module: torch.nn.Module) -> Iterator[Callable[[], bool]]:
+    """Yields a function that says whether any parameter was given a gradient inside, whatever became of it since.
+
+    A step that ends with ``zero_grad()`` leaves none. Nothing is left on the parameters afterwards.
+    """
+    seen = False
+
+    def note(parameter: torch.Tensor) -> None:
+        nonlocal seen
+        seen = True
+
+    def found() -> bool:
+        # A sharded parameter's gradient may be put there by other means than autograd's.
+        return seen or any(p.grad is not None and bool(p.grad.any()) for p in module.parameters())
+
+    watched = [parameter for parameter in module.parameters() if parameter.requires_grad and parameter.is_leaf]
+    hooked = [parameter for parameter in watched if parameter._post_accumulate_grad_hooks is None]
+    handles = [parameter.register_post_accumulate_grad_hook(note) for parameter in watched]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+        for parameter in hooked:
+            parameter._post_accumulate_grad_hooks = None  # an empty dict stays else
+
+
+def check_backward(found: Callable[[], bool], name: str) -> None:
     """Refuse a step that returned None without having run a backward pass.
 
-    :raises InvalidArgumentError: if no parameter has a gradient, or zeros only.
+    :param found: of :func:`ran_backward`.
+    :raises InvalidArgumentError: if no parameter was given a gradient.
     """
-    if not any(parameter.grad is not None and bool(parameter.grad.any()) for parameter in module.parameters()):
+    if not found():
         raise InvalidArgumentError(
             f"{name} must return the loss, or None after running backward itself; it returned None and no parameter "
             f"has a gradient"

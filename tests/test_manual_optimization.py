@@ -14,7 +14,7 @@ from lhotse import CutSet
 from processes import results, run_ranks
 from test_lightning import Recogniser, finder, loader_for, pl, trainer_for  # skips without Lightning
 from tiny_asr import FEATURES, TinyDataset, TinyModel, fingerprint_of_state, tiny_cut, tiny_cuts, tiny_sampler
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lhotse_oomfit import calibrate
@@ -201,6 +201,66 @@ def test_none_without_a_backward_pass_is_refused(accumulate):
         find(Gan(), adams(Gan()), lambda gan, batch: None, accumulate_grad_batches=accumulate)
 
 
+def alternating_step(
+    gan: Any,
+    batch: Any,
+    optimizers: Any,
+    *,
+    backward: Any,
+    steps: bool = False,
+    toggle: Any = None,
+    untoggle: Any = None,
+) -> None:
+    """One step of both as Lightning's documentation has it: each ends with ``zero_grad()``."""
+    real = batch["features"].transpose(1, 2)
+    for index, optimizer in enumerate(optimizers):
+        if toggle is not None:
+            toggle(optimizer)
+        fake = gan.generator(real)
+        if index == 0:
+            loss = (gan.discriminator(fake) - 1).square().mean()
+        else:
+            loss = (gan.discriminator(real) - 1).square().mean() + gan.discriminator(fake.detach()).square().mean()
+        backward(loss)
+        if steps:
+            optimizer.step()
+        optimizer.zero_grad()
+        if untoggle is not None:
+            untoggle(optimizer)
+
+
+def test_a_step_that_ends_without_gradients_is_measured_since_it_had_some():
+    gan = Gan()
+    optimizers = adams(gan)
+    before = state_of(gan, optimizers)
+    profile = find(
+        gan, optimizers, lambda gan, batch: alternating_step(gan, batch, optimizers, backward=Tensor.backward)
+    )
+    assert min(profile.bucket_batch_size) > 2
+    assert state_of(gan, optimizers) == before
+    assert all(parameter._post_accumulate_grad_hooks is None for parameter in gan.parameters())
+
+
+def test_hooks_that_tell_of_gradients_are_there_in_the_first_trial_alone_and_the_user_s_stay():
+    gan = Gan()
+    optimizers = adams(gan)
+    called = []
+    parameter = next(gan.parameters())
+    handle = parameter.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter))
+    num_hooks = []
+
+    def step(gan: Any, batch: Any) -> None:
+        num_hooks.append(len(parameter._post_accumulate_grad_hooks))
+        alternating_step(gan, batch, optimizers, backward=Tensor.backward)
+
+    find(gan, optimizers, step)
+    assert num_hooks[:3] == [2, 1, 1]
+    assert set(num_hooks[3:]) == {1}
+    assert len(parameter._post_accumulate_grad_hooks) == 1
+    assert called
+    handle.remove()
+
+
 def test_parameters_frozen_for_one_pass_train_again_after_a_trial_that_ran_out_of_memory():
     gan = Gan()
     optimizers = adams(gan)
@@ -278,6 +338,41 @@ def test_manual_optimization_is_calibrated_by_a_training_step_without_steps():
     truth = largest_sizes(fresh, adams(fresh), profile.budget_bytes, [1.0, 2.0, 3.0, 4.0])
     for size, largest in zip(profile.bucket_batch_size, truth, strict=True):
         assert min(int(0.97 * largest), largest - 1) <= size <= largest
+
+
+def test_manual_optimization_whose_step_ends_with_zero_grad_is_calibrated_and_trains_as_with_given_sizes():
+    class Alternating(Vocoder):
+        def training_step(self, batch, batch_idx):
+            self.alternate(batch, steps=True)
+            self.losses.append([p.sum().item() for p in self.gan.parameters()])
+
+        def alternate(self, batch: Any, *, steps: bool = False) -> None:
+            alternating_step(
+                self.gan,
+                batch,
+                self.optimizers(),
+                backward=self.manual_backward,
+                steps=steps,
+                toggle=self.toggle_optimizer,
+                untoggle=self.untoggle_optimizer,
+            )
+
+    def one(sampler: Any, *callbacks: Any) -> Any:
+        seed(5)
+        module = Alternating()
+        trainer = fit(module, sampler, *callbacks)
+        assert all(parameter._post_accumulate_grad_hooks is None for parameter in module.parameters())
+        return module.losses, state_of(module, trainer.optimizers)
+
+    callback = finder(training_step=lambda module, batch: module.alternate(batch))
+    calibrated = one(tiny_sampler(), callback)
+    assert callback.profile.num_trials > 0
+    assert calibrated == one(tiny_sampler(bucket_batch_size=callback.profile.bucket_batch_size))
+
+
+def test_none_without_a_backward_pass_is_refused_under_lightning():
+    with pytest.raises(InvalidArgumentError, match="or None after running backward itself; it returned None and no"):
+        fit(vocoder(), tiny_sampler(), finder(training_step=lambda module, batch: None))
 
 
 def test_a_calibrated_manual_optimization_has_the_losses_and_states_of_one_with_given_sizes(tmp_path):
