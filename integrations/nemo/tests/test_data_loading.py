@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,3 +316,19 @@ def test_a_sampler_that_is_given_to_several_epochs_reads_the_manifest_anew(corpu
     assert first != second
     names = [json.loads(line)["audio_filepath"] for line in corpus.train.read_text().splitlines()]
     assert sum(map(len, first)) == sum(map(len, second)) == len(names)
+
+
+@pytest.mark.parametrize("name", ["ctc_1d", "aed_2d", "tarred", "multi_config"])
+def test_the_examples_load(corpus: Corpus, tokenizer: Any, tarred: dict[str, str], name: str) -> None:
+    example = OmegaConf.load(Path(__file__).parents[1] / "examples" / f"{name}.yaml")
+    parts = [example.short, example.long] if name == "multi_config" else [example]
+    for part in parts:
+        part.update(tarred if name == "tarred" else {"manifest_filepath": str(corpus.train)})
+        part.update(max_duration=5, min_duration=0)
+    if name == "aed_2d":
+        example.prompt_format = "plain"  # canary's needs special tokens in the tokenizer
+    dataset = LhotseSpeechToTextBpeDataset(tokenizer)
+    made = get_lhotse_dataloader_from_config(example, 0, 1, dataset, tokenizer)
+    sampler = made.dataset.sampler if name == "tarred" else made.sampler
+    for each in getattr(sampler, "samplers", [sampler]):
+        assert type(each) is NemoBucketingSampler
