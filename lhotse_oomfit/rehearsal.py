@@ -52,7 +52,7 @@ def rehearsal(
             training.schedulers,
             training.scalers,
             [*training.extras, *parts_of(training.dataset)],
-            parameters=wake,
+            optimizer_state=wake,
         ):
             if not training.module.training:
                 training.module.train()  # parts that are kept in eval mode within a training model stay so

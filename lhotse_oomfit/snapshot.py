@@ -66,6 +66,7 @@ class Snapshot:
         self._inert: tuple[set[type], set[type]] = (set(), set())
         self._restorers: list[Callable[[], object]] = []
         self._unkept: list[_Unkept] = []
+        self._keeps_parameters = True
         self._globals = _GlobalState()
 
     @classmethod
@@ -78,6 +79,7 @@ class Snapshot:
         extras: Iterable[Any] = (),
         *,
         parameters: bool = True,
+        optimizer_state: bool = True,
     ) -> Snapshot:
         """Keep the state of all these objects, and of the generators of Python, numpy, torch and every CUDA device.
 
@@ -86,8 +88,10 @@ class Snapshot:
         :param schedulers: learning-rate schedulers.
         :param scalers: gradient scalers.
         :param extras: any other objects whose attributes, and the containers among them, are to be kept.
-        :param parameters: whether an optimizer step will be taken. With False the values of parameters and of the
-            optimizer's state are not copied, which is most of the cost; copies are made in host memory.
+        :param parameters: whether the values of parameters that need gradients may change. With False neither they nor
+            the optimizer's state are copied, which is most of the cost; copies are made in host memory.
+        :param optimizer_state: whether an optimizer step will be taken. With False the values of its state are not
+            copied; those of parameters still are, which a step may clamp or renormalise by itself.
         :raises InvalidArgumentError: for a model with lazy parameters that are not initialised yet.
         """
         lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
@@ -98,8 +102,12 @@ class Snapshot:
             )
         snapshot = cls()
         optimizers = list(optimizers)
+        snapshot._keeps_parameters = parameters
         if not parameters:
-            snapshot._leave_out_values(model, optimizers)
+            # Others than these a forward pass may change (an EMA teacher).
+            snapshot._leave_out_values(parameter for parameter in model.parameters() if parameter.requires_grad)
+        if not parameters or not optimizer_state:
+            snapshot._leave_out_values(_state_of(optimizers))
         for root in (model, *optimizers, *schedulers, *scalers):
             snapshot._keep_object(root, opens=True)
         for extra in extras:
@@ -109,27 +117,25 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back; may be called more than once.
 
-        :raises CalibrationError: when a parameter changed whose values were not to be kept; all else is restored then.
+        :raises CalibrationError: when a tensor changed whose values were not to be kept; all else is restored then.
         """
         with ExitStack() as stack:  # calls the last first, and each even if another fails
             stack.callback(self._globals.restore)
             for restore in reversed(self._restorers):
                 stack.callback(restore)
         changed = [unkept.shape for unkept in self._unkept if unkept.changed()]
+        if changed and self._keeps_parameters:
+            raise CalibrationError(
+                f"the optimizer's state must not change in a trial, {len(changed)} of its tensors did (the first has "
+                f"the shape {changed[0]}); leave every optimizer.step() out of training_step"
+            )
         if changed:
             raise CalibrationError(
                 f"the parameters must not change in a trial without an optimizer step, {len(changed)} did "
                 f"(the first has the shape {changed[0]}); take the snapshot with parameters=True"
             )
 
-    def _leave_out_values(self, model: torch.nn.Module, optimizers: list[Any]) -> None:
-        # Only an optimizer changes parameters that need gradients; others a forward pass may change (an EMA teacher).
-        tensors: list[torch.Tensor] = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for optimizer in optimizers:
-            for inner in unwrapped_optimizers(optimizer):
-                state = inner.__dict__.get("state") if isinstance(inner, Optimizer) else None
-                for entry in (state or {}).values():
-                    tensors += [value for value in entry.values() if isinstance(value, torch.Tensor)]
+    def _leave_out_values(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             if self._is_new(tensor):
                 self._unkept.append(_Unkept(tensor))
@@ -218,12 +224,15 @@ def leave_no_trace(
     extras: Iterable[Any] = (),
     *,
     parameters: bool = True,
+    optimizer_state: bool = True,
 ) -> Iterator[Snapshot]:
     """Take a snapshot, and restore it on the way out, an exception's way too. Arguments as in :meth:`Snapshot.take`.
 
     :raises CalibrationError: as :meth:`Snapshot.restore`, but never in place of an exception that is on its way.
     """
-    snapshot = Snapshot.take(model, optimizers, schedulers, scalers, extras, parameters=parameters)
+    snapshot = Snapshot.take(
+        model, optimizers, schedulers, scalers, extras, parameters=parameters, optimizer_state=optimizer_state
+    )
     try:
         yield snapshot
     except BaseException:
@@ -296,6 +305,14 @@ def unwrapped_optimizers(optimizer: Any) -> Iterator[Any]:
         yield optimizer
         attributes = getattr(optimizer, "__dict__", {})
         optimizer = attributes.get("optimizer", attributes.get("_optimizer"))
+
+
+def _state_of(optimizers: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for optimizer in optimizers:
+        for inner in unwrapped_optimizers(optimizer):
+            state = inner.__dict__.get("state") if isinstance(inner, Optimizer) else None
+            for entry in (state or {}).values():
+                yield from (value for value in entry.values() if isinstance(value, torch.Tensor))
 
 
 def _has_attributes(value: object) -> bool:

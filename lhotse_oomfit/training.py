@@ -267,7 +267,7 @@ def ran_backward(module: torch.nn.Module) -> Iterator[Callable[[], bool]]:
         for handle in handles:
             handle.remove()
         for parameter in hooked:
-            parameter._post_accumulate_grad_hooks = None  # an empty dict stays else
+            setattr(parameter, "_post_accumulate_grad_hooks", None)  # noqa: B010  an empty dict stays else
 
 
 def check_backward(found: Callable[[], bool], name: str) -> None:

@@ -241,6 +241,45 @@ def test_a_step_that_ends_without_gradients_is_measured_since_it_had_some():
     assert all(parameter._post_accumulate_grad_hooks is None for parameter in gan.parameters())
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_step_that_clamps_parameters_itself_is_measured_and_they_are_as_before(warm):
+    def step(gan: Any, batch: Any) -> None:
+        with torch.no_grad():
+            for parameter in gan.discriminator.parameters():
+                parameter.clamp_(-0.01, 0.01)
+        gan_step(gan, batch, optimizers)
+
+    gan = Gan()
+    optimizers = adams(gan)
+    if warm:
+        gan_step(gan, TinyDataset()[tiny_cuts(3)], optimizers, steps=True)
+    before = state_of(gan, optimizers)
+    assert max(parameter.abs().max() for parameter in gan.discriminator.parameters()) > 0.02
+    profile = find(gan, optimizers, step)
+    assert min(profile.bucket_batch_size) > 2
+    assert state_of(gan, optimizers) == before
+
+
+def test_an_embedding_that_renormalises_itself_in_the_forward_pass_is_as_before_after_a_resume():
+    class Embedding(TinyModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(40, 8, max_norm=0.1)
+
+        def loss(self, batch: Any) -> torch.Tensor:
+            return super().loss(batch) + self.embedding(batch["tokens"].clamp(0, 39)).square().mean()
+
+    model = Embedding()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.loss(TinyDataset()[tiny_cuts(3)]).backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.embedding.weight.add_(0.1)
+    before = state_of(model, [optimizer])
+    find(model, optimizer, lambda model, batch: model.loss(batch), memory_limit="8MiB")
+    assert state_of(model, [optimizer]) == before
+
+
 def test_hooks_that_tell_of_gradients_are_there_in_the_first_trial_alone_and_the_user_s_stay():
     gan = Gan()
     optimizers = adams(gan)

@@ -161,14 +161,17 @@ def test_without_a_step_no_parameter_and_no_optimizer_state_is_copied(monkeypatc
     assert large <= set(copied)
 
 
-def test_a_calibration_copies_parameters_only_if_the_optimizer_has_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_calibration_copies_optimizer_state_only_if_the_optimizer_has_to_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     taken: list[bool] = []
     original = Snapshot.take
 
-    def take(model: nn.Module, *args: Any, parameters: bool = True, **kwargs: Any) -> Snapshot:
+    def take(model: nn.Module, *args: Any, parameters: bool, optimizer_state: bool) -> Snapshot:
         if isinstance(model, TinyModel):
-            taken.append(parameters)
-        return original(model, *args, parameters=parameters, **kwargs)
+            assert parameters  # a step may clamp or renormalise them by itself
+            taken.append(optimizer_state)
+        return original(model, *args, parameters=parameters, optimizer_state=optimizer_state)
 
     model = TinyModel()
     optimizer, scheduler = tiny_optimizer(model)
@@ -183,6 +186,45 @@ def test_a_calibration_copies_parameters_only_if_the_optimizer_has_to_step(monke
     train(model, optimizer, scheduler, [dataset[tiny_cuts(2)]])  # now the optimizer's state is there
     calibrate(tiny_sampler(), dataset, **calibration)
     assert taken == [True, False]
+
+
+def test_with_parameters_alone_kept_those_that_a_step_clamps_are_restored_and_no_state_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    training = Training()
+    training.train(1)
+    before = [p.detach().clone() for p in training.model.parameters()]
+    of_state = {s["exp_avg"].data_ptr() for s in training.optimizer.state.values()}
+    copied: list[int] = []
+    original = torch.Tensor.to
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("copy"):
+            copied.append(self.data_ptr())
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    with leave_no_trace(training.model, [training.optimizer], optimizer_state=False), torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.clamp_(-0.001, 0.001)
+    assert all(torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))
+    assert copied
+    assert not of_state & set(copied)
+
+
+def test_optimizer_state_that_changes_without_a_copy_is_reported_and_all_else_restored() -> None:
+    training = Training()
+    training.train(1)
+    before = [p.detach().clone() for p in training.model.parameters()]
+    message = (
+        r"the optimizer's state must not change in a trial, \d+ of its tensors did .*leave every optimizer.step\(\)"
+    )
+    with (
+        pytest.raises(CalibrationError, match=message),
+        leave_no_trace(training.model, [training.optimizer], optimizer_state=False),
+    ):
+        training.trials()
+    assert all(torch.equal(a, b) for a, b in zip(before, training.model.parameters(), strict=True))
 
 
 def test_a_parameter_that_changes_without_a_copy_is_reported_and_all_else_restored() -> None:
