@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
-import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,6 +14,7 @@ from lhotse_oomfit.errors import BucketDoesNotFitError, CalibrationError, Unsupp
 from lhotse_oomfit.memory import MemoryBackend
 from lhotse_oomfit.profile import BucketProfile, format_bytes
 from lhotse_oomfit.search import BucketShape, Probe, Search
+from lhotse_oomfit.soak import soak
 from lhotse_oomfit.throughput import choose_sizes, typical_seconds
 from lhotse_oomfit.trial import TrainingStep, Trial, TrialRunner, Verdict, judge
 
@@ -31,10 +29,6 @@ of many shapes, than in a step that begins without a cache. On an H200 the latte
 costs 5% of the throughput and more."""
 _RETRIED = 1.005
 """A trial in which the allocator retried with nothing left in its cache counts as this many budgets at least."""
-_SOAK_SHRINK = 0.97
-"""An offender of the soak loses this share of its size, at least one example."""
-_FAST_SOAK_SHARE = 0.2
-"""Share of the buckets in a pass of the soak in fast mode."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +146,8 @@ def measure_sizes(
     :param max_size: no size above this one.
     :param num_soak_steps: after the search, at most so many steps at full size in shuffled order under a hard cap at
         the budget, without emptying the allocator's cache in between, as training runs. Offenders shrink, until a pass
-        over all buckets (the second at the earliest) has none. In fast mode a pass has a fifth of the buckets, drawn
-        anew, and the first may be the last.
+        over all buckets (the second at the earliest) has none. In fast mode the first pass has a fifth of the buckets,
+        and is the last if it has none. A warning says if the steps run out before.
     :param mode: ``"verify"`` runs a step at every bucket's size, ``"fast"`` for about a fifth of them, and predicts the
         others.
     :param objective: ``"memory"`` for the largest sizes, ``"throughput"`` for the smallest that train nearly as fast,
@@ -308,48 +302,18 @@ def _soak(
     *,
     fragments: bool,
 ) -> None:
-    rng = random.Random(0)
-    num_buckets = len(search.shapes)
-    # The first pass begins with an empty cache, so it takes a second clean one to show that sizes hold.
-    num_in_pass, least_passes = num_buckets, 2
-    if search.mode == "fast":
-        num_in_pass, least_passes = math.ceil(_FAST_SOAK_SHARE * num_buckets), 1
-    num_passes, num_offenders = 0, 0
-    # Where running out of memory would end the job, the cap isn't enforced, but held against what was reserved.
-    with nullcontext() if search.cautious else memory.cap(cap_bytes):
-        while num_passes < least_passes or num_offenders:
-            num_passes, num_offenders = num_passes + 1, 0
-            for k in rng.sample(range(num_buckets), num_in_pass):
-                if num_steps == 0:
-                    memory.release()
-                    return
-                num_steps -= 1
-                trial = runner.run(k, search.sizes[k], release=False)
-                book.enter(trial, soak=True)
-                offence = _offence(trial, cap_bytes if search.cautious else None, fragments=fragments)
-                if offence is not None:
-                    num_offenders += 1
-                    if search.cautious:
-                        memory.release()  # nothing else keeps what is reserved inside the budget
-                    smaller = min(int(trial.size * _SOAK_SHRINK), trial.size - 1)
-                    logger.info("bucket %s: size %s %s in the soak; going on with %s", k, trial.size, offence, smaller)
-                    if smaller < 1:
-                        return
-                    search.lower(k, smaller + 1)
-                if on_trial is not None:
-                    on_trial(trial, book.bucket(k, search.sizes[k]))
-    memory.release()
+    """Run the soak by the book."""
 
+    def run(k: int, size: int) -> Trial:
+        trial = runner.run(k, size, release=False)
+        book.enter(trial, soak=True)
+        return trial
 
-def _offence(trial: Trial, limit_bytes: int | None, *, fragments: bool) -> str | None:
-    """What a step of the soak did wrong, in words; None if nothing."""
-    if trial.status != "fits":
-        return "ran out of memory"
-    if trial.usage.num_retries and not fragments:
-        return "made the allocator retry"
-    if limit_bytes is not None and trial.usage.reserved_bytes > limit_bytes:
-        return "exceeded the budget"
-    return None
+    def tell(trial: Trial) -> None:
+        if on_trial is not None:
+            on_trial(trial, book.bucket(trial.bucket, search.sizes[trial.bucket]))
+
+    soak(search, run, memory, cap_bytes=cap_bytes, num_steps=num_steps, fragments=fragments, on_trial=tell)
 
 
 class _Book:

@@ -133,6 +133,25 @@ def test_fast_mode_marks_what_it_predicted_and_soaks_a_fifth(shapes, most_steps)
     assert [row.verified for row in rows] == [bucket.verified for bucket in found.buckets]
 
 
+@pytest.mark.parametrize("share", [0.9, 0.7])
+@pytest.mark.parametrize("mode", ["verify", "fast"])
+def test_where_steps_in_a_row_take_more_all_buckets_are_soaked_until_they_hold(mode, share, caplog):
+    card = Card(shapes=one_d(30), coefficients=CTC, headroom=0.1)
+    device = Device(card)
+
+    @contextmanager
+    def tighter(limit_bytes: int) -> Iterator[None]:
+        device._cap_bytes = int(share * limit_bytes)
+        yield
+
+    device.cap = tighter  # type: ignore[method-assign]  # as if steps in a row took more
+    found = measure(device, mode=mode, num_soak_steps=8 * 30)
+    assert found.num_soak_steps < 8 * 30
+    assert not caplog.records
+    for k, size in enumerate(sizes_of(found)):
+        assert 0.8 * share * card.budget < card.peak(k, size) <= share * card.budget
+
+
 @pytest.mark.parametrize("mode", ["verify", "fast"])
 @pytest.mark.parametrize("shapes", [one_d(12), two_d(4)], ids=["1d", "2d"])
 def test_for_throughput_sizes_are_smaller_and_hardly_slower(shapes, mode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,13 +61,18 @@ class Retrying(CpuMemory):
 
 
 def soaked(
-    memory: CpuMemory, jumps: tuple[float, ...] = (0.0, 0.0, 0.0), num_soak_steps: int = 90
+    memory: CpuMemory,
+    jumps: tuple[float, ...] = (0.0, 0.0, 0.0),
+    num_soak_steps: int = 90,
+    step: Jumping | None = None,
 ) -> tuple[Measurement, list[Trial]]:
     """The outcome, and the trials of the soak."""
     trials: list[Trial] = []
     found = measure_sizes(
         [BucketShape(input_len=length) for length in (3.0, 4.0, 7.0)],
-        runner=TrialRunner(step=Jumping(memory, jumps), memory=memory, make_batch=lambda bucket, size: (bucket, size)),
+        runner=TrialRunner(
+            step=step or Jumping(memory, jumps), memory=memory, make_batch=lambda bucket, size: (bucket, size)
+        ),
         memory=memory,
         budget_bytes=BUDGET_BYTES,
         resident_bytes=0,
@@ -133,7 +139,45 @@ def test_a_retry_of_the_allocator_is_an_offence_too(caplog: pytest.LogCaptureFix
     assert not any(trial.usage.num_retries for trial in soak[-3:])
 
 
-def test_a_soak_that_never_comes_clean_ends_with_its_steps() -> None:
+def test_a_soak_that_never_comes_clean_ends_with_its_steps_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     found, soak = soaked(Retrying(1000), num_soak_steps=20)
     assert len(soak) == found.num_soak_steps == 20
     assert all(size > 0 for size in sizes(found))
+    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [
+        "the soak ended before 3 of 3 buckets had a clean step at their size (0, 1, 2), which may fail in training: "
+        "its 20 steps ran out, or not even one example is clean; raise num_soak_steps or lower memory_fraction"
+    ]
+
+
+def test_steps_for_less_than_one_pass_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    _, soak = soaked(CpuMemory(limit_bytes=LIMIT_BYTES), num_soak_steps=2)
+    (left,) = {0, 1, 2} - {trial.bucket for trial in soak}
+    assert f"the soak ended before 1 of 3 buckets had a clean step at their size ({left})" in caplog.text
+
+
+def test_steps_for_one_clean_pass_are_told_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    soaked(CpuMemory(limit_bytes=LIMIT_BYTES), num_soak_steps=3)
+    assert not caplog.records
+
+
+def test_a_repeated_offender_shrinks_in_growing_steps() -> None:
+    _, soak = soaked(CpuMemory(limit_bytes=LIMIT_BYTES), (0.5, 0.0, 0.0))
+    tried = [trial.size for trial in soak if trial.bucket == 0]
+    ratios = [after / before for before, after in itertools.pairwise(tried)]
+    assert ratios[:5] == pytest.approx([0.97, 0.952, 0.923, 0.88, 0.88], abs=0.008)
+    assert soak[-1].status == "fits"
+
+
+def test_another_limit_than_memory_is_told_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    class Indexing(Jumping):
+        def forward_backward(self, batch: tuple[int, int]) -> None:
+            if batch[1] > 250 and self.memory.budget(1.0).free_bytes < LIMIT_BYTES:
+                raise RuntimeError("Expected canUse32BitIndexMath(input) to be true, but got false.")
+            super().forward_backward(batch)
+
+    memory = CpuMemory(limit_bytes=LIMIT_BYTES)
+    with caplog.at_level(logging.INFO):
+        found, _ = soaked(memory, step=Indexing(memory, (0.0, 0.0, 0.0)))
+    assert found.buckets[0].size <= 250 < sizes_alone()[0]
+    assert found.num_ooms == 0
+    assert f"bucket 0: size {sizes_alone()[0]} met another limit than memory in the soak; going on with" in caplog.text
