@@ -144,13 +144,11 @@ def test_iterable_data_train_with_workers(
 
 def managed(folder: Path, more: str) -> str:
     """An override for NeMo's exp_manager, which saves every second step."""
-    checkpoints = (
-        "monitor: step, mode: max, every_n_train_steps: 2, every_n_epochs: null, save_top_k: 1, save_last: true"
-    )
+    checkpoints = "monitor: step, mode: max, every_n_train_steps: 2, every_n_epochs: null, save_top_k: 1"
     return (
-        f"exp_manager={{exp_dir: {folder}/exp, name: ctc, create_tensorboard_logger: false, use_datetime_version: false, "
-        f"create_checkpoint_callback: true, checkpoint_callback_params: {{{checkpoints}, always_save_nemo: false}}, "
-        f"create_preemption_callback: true, {more}}}"
+        f"exp_manager={{exp_dir: {folder}/exp, name: ctc, create_tensorboard_logger: false, "
+        "use_datetime_version: false, create_checkpoint_callback: true, create_preemption_callback: true, "
+        f"checkpoint_callback_params: {{{checkpoints}, save_last: true, always_save_nemo: false}}, {more}}}"
     )
 
 
