@@ -4,7 +4,8 @@ A callback that copies the parameters when training starts, an average that is m
 can't allow for what nobody knows of. An allocator's total doesn't tell it from a batch and outputs that are alive for
 the moment, so tensors are compared, those that the garbage collector knows. What is alive after two steps and still is
 after four, wasn't there when sizes were found, and is no part of the training that trials had (parameters, gradients,
-buffers, optimizers), stays. What only C++ holds isn't seen.
+buffers, what forward passes keep in the modules, optimizers), stays. A plain loop may take several steps on one batch,
+which is then alive at both; what stayed is looked at again there, after many steps. What only C++ holds isn't seen.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from lhotse_oomfit.memory import live_tensors
 from lhotse_oomfit.profile import format_bytes, parse_bytes
 from lhotse_oomfit.snapshot import unwrapped_optimizers
 from lhotse_oomfit.training import Training, resident_tensors
@@ -29,9 +31,10 @@ __all__ = ["LateMemory", "watch_steps"]
 
 logger = logging.getLogger(__name__)
 
-_FIRST_LOOK, _SECOND_LOOK = 2, 4
+_FIRST_LOOK, _SECOND_LOOK, _LAST_LOOK = 2, 4, 32
 """Steps of training after which to look: copies are made by the first or second; a batch that was read ahead at the
-first look is gone at the second."""
+first look is gone at the second, and at the last one even a batch that takes a critic's or a chunk's step many times
+over. The last is for what stayed until the second, where nobody tells when a batch begins."""
 _TOLERATED_SHARE, _TOLERATED_BYTES = 0.01, 4 * 1024**2
 """Of the budget, and at least: less is noise beside what the sizes leave free."""
 
@@ -39,11 +42,11 @@ _Reference: TypeAlias = "weakref.ref[torch.UntypedStorage]"
 
 
 class LateMemory:
-    """Looks twice at what training keeps alive, and warns once if it is more than was there at calibration.
+    """Looks a few times at what training keeps alive, and warns once if it is more than was there at calibration.
 
     It changes nothing and copies nothing. Make it when the calibration is over.
 
-    :param training: what was calibrated; no longer needed after the second look.
+    :param training: what was calibrated; no longer needed after the last look.
     :param budget_bytes: the budget of its batch sizes.
     :param reserve: what was kept out of that budget for this very purpose.
     """
@@ -58,17 +61,27 @@ class LateMemory:
         self._buffers = {id(module): module for module in training.module.modules()}
         self._before = {key: ref for key, ref, _ in _alive(training.device)}
         self._appeared: list[tuple[_Reference, tuple[int, ...]]] | None = None
+        self._set_up: list[_Reference] = []
+        self._is_waiting = False
         self.is_done = False
 
-    def after(self, num_steps: int, batch: Any = ()) -> None:
+    def after(self, num_steps: int, batch: Any = (), *, within_batch: bool = False) -> None:
         """Look, if it is time to.
 
-        :param num_steps: how many steps of an optimizer training has made since it was calibrated.
+        :param num_steps: how many steps of an optimizer training has made since it was calibrated; a call before the
+            first tells what hooks keep in the modules from what forward passes do.
         :param batch: what is alive at this moment and about to go.
+        :param within_batch: whether this may be the same batch as in the last call.
         """
+        if num_steps == 0:
+            self._set_up = [weakref.ref(storage) for storage in _storages(self._in_attributes())]
         if self.is_done or num_steps < (_FIRST_LOOK if self._appeared is None else _SECOND_LOOK):
             return
-        expected = {storage._cdata for storage in _storages([*self._known(), *tree_leaves(batch)])}
+        if self._is_waiting and num_steps < _LAST_LOOK:
+            return
+        set_up = {storage._cdata for storage in (ref() for ref in self._set_up) if storage is not None}
+        expected = {storage._cdata for storage in _storages(self._in_attributes())} - set_up
+        expected |= {storage._cdata for storage in _storages([*self._known(), *tree_leaves(batch)])}
         if self._appeared is None:
             self._appeared = [
                 (ref, shape)
@@ -76,10 +89,12 @@ class LateMemory:
                 if key not in expected and (key not in self._before or self._before[key]() is None)
             ]
             return
-        self.is_done = True
         if self._exceeds(_stayed(self._appeared, expected)):
             gc.collect()  # it may be garbage
             stayed = _stayed(self._appeared, expected)
+            self._is_waiting = self._exceeds(stayed) and within_batch and num_steps < _LAST_LOOK
+            if self._is_waiting:
+                return
             if self._exceeds(stayed):
                 late_bytes = sum(nbytes for nbytes, _ in stayed)
                 logger.warning(
@@ -91,7 +106,8 @@ class LateMemory:
                     max(stayed)[1],
                     _as_option(late_bytes),
                 )
-        self._before, self._appeared = {}, []
+        self.is_done = True
+        self._before, self._appeared, self._set_up = {}, [], []
 
     def _exceeds(self, stayed: list[tuple[int, tuple[int, ...]]]) -> bool:
         return sum(nbytes for nbytes, _ in stayed) - self._reserve_bytes > self._tolerated_bytes
@@ -126,6 +142,12 @@ class LateMemory:
             yield from module.buffers(recurse=False)
         yield from resident_tensors(replace(self._training, module=torch.nn.Module()))
 
+    def _in_attributes(self) -> Iterator[torch.Tensor]:
+        """What modules keep in plain attributes, such as positional encodings that grow: trials' passes made it too."""
+        for module in self._buffers.values():
+            values = [value for name, value in vars(module).items() if name != "_parameters"]
+            yield from live_tensors(torch.nn.Module(), extras=(v for v in values if not isinstance(v, torch.nn.Module)))
+
 
 class _Watch:
     """Calls :meth:`LateMemory.after` from a hook of an optimizer, and goes away by itself."""
@@ -139,7 +161,7 @@ class _Watch:
         if torch.compiler.is_compiling():
             return  # there is nothing to see in a step that is being traced, and nothing in it may change
         self._num_steps += 1
-        self._late.after(self._num_steps)
+        self._late.after(self._num_steps, within_batch=True)
         if self._late.is_done:
             self._handle.remove()
 
@@ -147,7 +169,8 @@ class _Watch:
 def watch_steps(late: LateMemory, optimizers: Iterable[Any]) -> None:
     """Let `late` look after the first steps of a plain loop, by a hook of the first optimizer that is one of torch's.
 
-    The hook is in no pickle and no ``state_dict``, and goes after the fourth step. A compiled ``step`` isn't watched.
+    The hook is in no pickle and no ``state_dict``, and goes after the fourth step, or after the last look if something
+    stayed until then. A compiled ``step`` isn't watched.
     """
     for optimizer in optimizers:
         for layer in unwrapped_optimizers(optimizer):

@@ -181,7 +181,7 @@ def test_resident_tensors_list_what_optimizers_extras_and_holders_keep_each_once
 def loop(caplog: Any) -> Any:
     """A model and its optimizer, as they are after a calibration, and what makes them be watched."""
     caplog.set_level(logging.WARNING)
-    batch_of(40)
+    batch_of(40), batch_of(4)  # cached from here on
     model = TinyModel(width=96)
     optimizer = torch.optim.AdamW(model.parameters())
 
@@ -203,7 +203,7 @@ def test_a_copy_made_when_training_starts_is_told_once_with_what_to_set(loop, ca
     model, optimizer, watch = loop
     watch()
     average = [torch.zeros(9, MIB // 4)]
-    run_steps(model, optimizer)
+    run_steps(model, optimizer, num=34, size=4)
     assert told(caplog) == [
         "rank 0: 9.00 MiB of memory appeared after calibration and stays (tensors: 1, the largest of shape (9, 262144)"
         '), which the batch sizes do not allow for; set reserve="9MiB", or make it before calibrating'
@@ -215,7 +215,13 @@ def test_a_copy_made_by_the_first_or_second_update_is_told(loop, caplog):
     model, optimizer, watch = loop
     kept: list[torch.Tensor] = []
     watch()
-    run_steps(model, optimizer, after=lambda index: kept.append(torch.zeros(5, MIB // 4)) if index < 2 else None)
+    run_steps(
+        model,
+        optimizer,
+        num=34,
+        size=4,
+        after=lambda index: kept.append(torch.zeros(5, MIB // 4)) if index < 2 else None,
+    )
     assert len(told(caplog)) == 1
     assert "5.00 MiB of memory appeared" in told(caplog)[0]  # the other came after the second step was over
 
@@ -226,7 +232,7 @@ def test_what_was_there_before_or_goes_away_or_is_reserved_for_is_not_told(loop,
     watch(reserve="10MiB")
     declared = torch.zeros(9, MIB // 4)
     passing = [torch.zeros(20, MIB // 4)]
-    run_steps(model, optimizer, after=lambda index: passing.clear() if index == 2 else None)
+    run_steps(model, optimizer, num=34, size=4, after=lambda index: passing.clear() if index == 2 else None)
     assert told(caplog) == []
     assert before.numel() + declared.numel() > 0
 
@@ -250,6 +256,91 @@ def test_garbage_in_a_cycle_is_not_told(loop, caplog):
 
     run_steps(model, optimizer, after=after)
     assert told(caplog) == []
+
+
+@pytest.mark.parametrize("moves", [False, True], ids=["views", "copies"])
+def test_a_batch_that_many_steps_are_taken_on_is_not_told(loop, caplog, moves):
+    model, optimizer, watch = loop
+    watch(budget_bytes=MIB)
+    for _ in range(3):
+        batch = batch_of(40)["features"].repeat(6, 1, 1)
+        assert batch.nbytes > 5 * MIB
+        for start in range(0, len(batch), 12):  # twenty steps
+            chunk = batch[start : start + 12]
+            model(chunk.clone() if moves else chunk).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert told(caplog) == []
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_what_stays_beside_a_batch_that_many_steps_are_taken_on_is_told_by_itself(loop, caplog):
+    model, optimizer, watch = loop
+    watch()
+    average = torch.zeros(9, MIB // 4)
+    for _ in range(3):
+        batch = batch_of(40)["features"].repeat(6, 1, 1)
+        for start in range(0, len(batch), 12):
+            model(batch[start : start + 12]).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    (message,) = told(caplog)
+    assert "9.00 MiB of memory appeared after calibration and stays (tensors: 1," in message
+    assert average.numel()
+
+
+def test_a_step_of_a_generator_and_several_of_its_critic_on_one_batch_are_not_told(caplog):
+    generator, critic = torch.nn.Conv1d(80, 80, 3, padding=1), torch.nn.Conv1d(80, 1, 3)
+    optimizers = [torch.optim.RMSprop(critic.parameters()), torch.optim.RMSprop(generator.parameters())]
+    training = training_of(torch.nn.ModuleList([generator, critic]), *optimizers)
+    watch_steps(LateMemory(training, budget_bytes=MIB), training.optimizers)
+    for _ in range(8):
+        real = torch.randn(16, 80, 1024)
+        with torch.no_grad():
+            fake = generator(real)
+        for _ in range(5):
+            (critic(fake).mean() - critic(real).mean()).backward()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        critic(generator(real)).mean().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    assert told(caplog) == []
+    assert not optimizers[0]._optimizer_step_post_hooks
+
+
+class Encoding(TinyModel):
+    """Keeps positional encodings in a plain attribute, and makes them when they are needed."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        length = batch["features"].shape[1]
+        if not hasattr(self, "encodings") or len(self.encodings[0]) < length:
+            self.encodings = [torch.zeros(length, 2**17)]
+        return super().loss(batch) + 0.0 * self.encodings[0][0, 0]
+
+
+def test_what_a_forward_pass_keeps_in_a_module_is_not_told_since_trials_had_it(caplog):
+    torch.manual_seed(0)
+    model = Encoding()
+    optimizer = torch.optim.AdamW(model.parameters())
+    calibrate(
+        tiny_sampler(),
+        TinyDataset(),
+        model=model,
+        optimizer=optimizer,
+        training_step=lambda model, batch: model.loss(batch),
+        memory_limit="1GiB",
+        max_batch_size=2,
+        cache=False,
+        progress=False,
+    )
+    assert not hasattr(model, "encodings")
+    for _ in range(34):
+        model.loss(batch_of(2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.encodings[0].nbytes > 20 * MIB
+    assert [message for message in told(caplog) if message.startswith("rank")] == []
 
 
 def test_a_loop_of_accumulated_gradients_that_are_kept_is_not_told(loop, caplog):
@@ -372,6 +463,20 @@ def test_a_module_copied_into_the_model_when_training_starts_is_told(caplog):
 
     fit(Teaching())
     assert "8.01 MiB of memory appeared after calibration" in "".join(told(caplog))
+
+
+def test_a_list_of_copies_that_the_module_s_hook_made_is_told_and_what_its_forward_pass_keeps_is_not(caplog):
+    class Copying(Recogniser):
+        def on_train_start(self):
+            self.copies = [torch.zeros(9, MIB // 4)]
+
+        def training_step(self, batch, batch_idx):
+            self.encodings = torch.zeros(7, MIB // 4) if not hasattr(self, "encodings") else self.encodings
+            return super().training_step(batch, batch_idx)
+
+    fit(Copying(), memory_limit="64MiB")
+    (message,) = told(caplog)
+    assert message.startswith("rank 0: 9.00 MiB of memory appeared after calibration and stays")  # not 16
 
 
 def test_a_reserve_or_nothing_late_leaves_lightning_silent(caplog):

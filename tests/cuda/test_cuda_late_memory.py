@@ -26,7 +26,7 @@ def test_a_copy_that_stays_on_the_card_is_told_and_a_training_without_one_is_not
     watch_steps(LateMemory(training, budget_bytes=64 * MIB), training.optimizers)
     kept = [torch.zeros(9, MIB // 4, device="cuda" if late else "cpu")]
     with caplog.at_level(logging.WARNING):
-        for _ in range(6):
+        for _ in range(34):
             optimizer.zero_grad()
             outputs = model(features.cuda().repeat(8, 1, 1))
             outputs.square().mean().backward()
