@@ -8,7 +8,6 @@ from the options, so that the two can't differ. OmegaConf is not imported here.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import inspect
 import os
 import re
@@ -18,7 +17,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Optional, Union
 
 from lhotse_oomfit.errors import InvalidArgumentError
-from lhotse_oomfit.options import CalibrationOptions
+from lhotse_oomfit.options import CalibrationOptions, check_option_names
 
 __all__ = ["CalibrationConfig", "field_kinds", "option_help", "options_from", "parse_option"]
 
@@ -62,13 +61,9 @@ def options_from(*configs: Any, **overrides: Any) -> CalibrationOptions:
     kinds = field_kinds()
     values: dict[str, Any] = {}
     for config in (*configs, overrides):
-        for name, value in _entries(config).items():
-            if name not in kinds:
-                near = difflib.get_close_matches(str(name), kinds, n=1)
-                raise InvalidArgumentError(
-                    f"{name!r} is no option of a calibration"
-                    + (f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(kinds)}")
-                )
+        entries = _entries(config)
+        check_option_names(entries, kinds)
+        for name, value in entries.items():
             values[name] = _checked(name, value, kinds[name])
     return CalibrationOptions(**values)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
@@ -16,7 +18,7 @@ from lhotse_oomfit.composite import Member, calibrate_apart, calibrate_members, 
 from lhotse_oomfit.errors import InvalidArgumentError
 from lhotse_oomfit.job import Job
 from lhotse_oomfit.late_memory import LateMemory, watch_steps
-from lhotse_oomfit.options import CalibrationOptions
+from lhotse_oomfit.options import CalibrationOptions, check_option_names
 from lhotse_oomfit.profile import Profile
 from lhotse_oomfit.ranks import SingleRank, current_ranks
 from lhotse_oomfit.sampler import CalibratedBucketingSampler
@@ -36,6 +38,9 @@ __all__ = [
     "loop_training",
     "verify_training",
 ]
+
+_OPTIONS = [field.name for field in dataclasses.fields(CalibrationOptions)]
+_OF_TRAINING = [name for name in inspect.signature(loop_training).parameters if name not in ("sampler", "dataset")]
 
 
 @overload
@@ -107,8 +112,9 @@ def calibrate(
     :param extras: further objects whose state a step changes: an EMA of the parameters, metrics.
     :param precision: what else the profile depends on, such as ``"bf16"``; part of the fingerprint.
     :param collate_fn: the DataLoader's ``collate_fn``, if it has one.
-    :param options: `reserve`, `max_batch_size`, `num_sample_cuts`, `num_soak_steps`, `heartbeat_timeout`,
-        `calibration_timeout`, `progress`, `verify_on_load`, `world_size`: see :class:`CalibrationOptions`.
+    :param options: `reserve`, `verify_on_load`, `max_batch_size`, `num_sample_cuts`, `num_soak_steps`, `mode`,
+        `objective`, `throughput_share`, `ranks`, `heartbeat_timeout`, `calibration_timeout`, `progress`, `world_size`:
+        see :class:`CalibrationOptions`.
     :return: the profile, the same on every rank; of several samplers a list, in their order.
     :raises InvalidArgumentError: for an argument that can't be honoured.
     :raises BucketDoesNotFitError: if not even one example of some bucket fits.
@@ -116,6 +122,7 @@ def calibrate(
     :raises UnsupportedStrategyError: for a model that can't be calibrated this way.
     :raises RankFailedError: if another rank failed meanwhile.
     """
+    check_option_names(options, [*_OPTIONS, *_OF_TRAINING])
     training = loop_training(
         sampler,
         dataset,

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from lhotse_oomfit.amounts import parse_bytes
 from lhotse_oomfit.errors import InvalidArgumentError
 
-__all__ = ["CalibrationOptions", "check_recalibrate"]
+__all__ = ["CalibrationOptions", "check_option_names", "check_recalibrate"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,7 @@ class CalibrationOptions:
     :param objective: ``"memory"`` for the largest batches that fit; ``"throughput"`` for the smallest that train nearly
         as fast, which takes two to four more steps per bucket.
     :param throughput_share: how much of the largest batch's examples per second ``"throughput"`` may give away, from 0
-        to below 1.
+        to below 1; without that objective it counts for nothing.
     :param ranks: who measures in a job of several ranks. ``"rank0"``: the first, while the others wait. ``"shard"``:
         each rank some of the buckets at the same time, if their cards and budgets are equal, else the first all.
         ``"each"``: every rank all buckets, and the smallest size counts. ``"lockstep"``: all ranks every trial
@@ -70,6 +73,13 @@ class CalibrationOptions:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise InvalidArgumentError(f"{name} must be a number, it is {value!r}")
+        for name in ("memory_limit", "reserve"):
+            _check_amount(name, getattr(self, name))
+        _check_cache(self.cache)
+        if not isinstance(self.verify_on_load, bool):
+            raise InvalidArgumentError(f"verify_on_load must be true or false, it is {self.verify_on_load!r}")
+        if self.progress is not None and not isinstance(self.progress, bool):
+            raise InvalidArgumentError(f"progress must be true, false or None, it is {self.progress!r}")
         if not 0.0 < self.memory_fraction <= 1.0:
             raise InvalidArgumentError(
                 f"memory_fraction must lie above 0 and at most at 1, it is {self.memory_fraction!r}; pass for instance "
@@ -97,6 +107,41 @@ class CalibrationOptions:
         for name in ("heartbeat_timeout", "calibration_timeout"):
             if not getattr(self, name) > 0:
                 raise InvalidArgumentError(f"{name} must be seconds above 0, it is {getattr(self, name)!r}")
+
+
+def _check_amount(name: str, amount: object) -> None:
+    if amount is None:
+        return
+    try:
+        parse_bytes(amount)  # type: ignore[arg-type]
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(
+            f"{name} must be bytes or a text such as '600MiB' or '2GB', or None, it is {amount!r}"
+        ) from error
+
+
+def _check_cache(cache: object) -> None:
+    if cache is None or cache is False or (isinstance(cache, (str, os.PathLike)) and cache != ""):
+        return
+    raise InvalidArgumentError(
+        f"cache must be a directory, a path ending in .yaml, None (the user's cache) or False (store nothing), it is "
+        f"{cache!r}"
+    )
+
+
+def check_option_names(names: Iterable[object], known: Iterable[str]) -> None:
+    """Refuse a name that isn't known, and say which one may have been meant.
+
+    :raises InvalidArgumentError: naming it.
+    """
+    known = list(known)
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            raise InvalidArgumentError(
+                f"{name!r} is no option of a calibration"
+                + (f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}")
+            )
 
 
 def check_recalibrate(name: str, value: str) -> None:

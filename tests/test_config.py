@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from lhotse_oomfit import training_commands
+from lhotse_oomfit import calibrate, training_commands
 from lhotse_oomfit.config import CalibrationConfig, field_kinds, option_help, options_from, parse_option
 from lhotse_oomfit.errors import InvalidArgumentError
 from lhotse_oomfit.options import CalibrationOptions
@@ -140,6 +143,61 @@ def test_what_is_wrong_is_named(values: Any, message: str):
     with pytest.raises(InvalidArgumentError) as error:
         options_from(values)
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("reserve", ["lots", 0, -1, True, 1.5], "must be bytes or a text such as '600MiB' or '2GB', or None, it is "),
+        ("memory_limit", ["x", 0, False, 2.0], "must be bytes or a text such as '600MiB' or '2GB', or None, it is "),
+        ("cache", [3, True, 0, ""], "must be a directory, a path ending in .yaml, None (the user's cache) or False"),
+        ("verify_on_load", ["yes", 1, None], "must be true or false, it is "),
+        ("progress", ["no", 0], "must be true, false or None, it is "),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+)
+def test_a_value_that_no_calibration_could_use_is_refused_when_options_are_made(
+    name: str, values: list[Any], message: str
+):
+    for value in values:
+        with pytest.raises(InvalidArgumentError) as error:
+            CalibrationOptions(**{name: value})
+        assert str(error.value).startswith(f"{name} {message}")
+        assert str(error.value).endswith(repr(value))
+
+
+@pytest.mark.parametrize("value", [None, 10**9, "600MiB", "1.5 GiB", "2GB"])
+def test_amounts_of_memory_are_taken_as_before(value: Any):
+    assert CalibrationOptions(memory_limit=value, reserve=value).reserve == value
+
+
+@pytest.mark.parametrize("value", [None, False, "here", "sizes.yaml", Path("here")])
+def test_places_for_profiles_are_taken_as_before(value: Any):
+    assert CalibrationOptions(cache=value).cache == value
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("modes", "'modes' is no option of a calibration; did you mean 'mode'?"),
+        ("schedulers", "'schedulers' is no option of a calibration; did you mean 'scheduler'?"),
+        ("zzz", "'zzz' is no option of a calibration; there are memory_fraction, memory_limit"),
+    ],
+)
+def test_calibrate_names_the_option_that_may_have_been_meant(name: str, message: str):
+    with pytest.raises(InvalidArgumentError) as error:
+        calibrate(None, None, model=None, optimizer=None, training_step=None, **{name: "fast"})  # type: ignore[call-overload]
+    assert str(error.value).startswith(message)
+
+
+def test_calibrate_s_documentation_lists_every_option():
+    documented = set(re.findall(r"\w+", inspect.getdoc(calibrate) or ""))
+    assert DEFAULTS.keys() <= documented | set(inspect.signature(calibrate).parameters)
+
+
+def test_the_options_need_no_torch():
+    code = "import sys; import lhotse_oomfit.options; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_options_are_keyword_arguments_of_calibrate_too():
