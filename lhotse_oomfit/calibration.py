@@ -227,7 +227,7 @@ def _search(
         trial = runner.run(probe.bucket, probe.size, release=fragments)
         book.enter(trial)
         if trial.status != "fits":
-            search.tell(probe, peak_bytes=None)
+            search.tell(probe, peak_bytes=None, ceiling=trial.status == "ceiling")
             starts_clean = True  # the runner frees everything after a failure
         elif fragments:
             search.tell(probe, peak_bytes=trial.usage.allocated_bytes)
@@ -257,7 +257,7 @@ def _tell(search: Search, probe: Probe, trial: Trial) -> None:
         peak_bytes, reserved_bytes = trial.usage.allocated_bytes, trial.usage.reserved_bytes
         search.tell(probe, peak_bytes=peak_bytes, charged_bytes=max(peak_bytes, reserved_bytes))
     else:
-        search.tell(probe, peak_bytes=None)
+        search.tell(probe, peak_bytes=None, ceiling=trial.status == "ceiling")
 
 
 def _choose(

@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from lhotse_oomfit.ceilings import Ceilings, middle
 from lhotse_oomfit.errors import InvalidArgumentError
 from lhotse_oomfit.peak_model import BucketShape, PeakModel, chord_at
 from lhotse_oomfit.probe_order import anchors, corners, heaviest_first, is_2d, spread_out
@@ -66,6 +67,8 @@ _PREDICTED_AT_WORST = 1.04
 """What a predicted size may take of the room at most, by any model that agrees with what was measured."""
 _PREDICTED_MARGIN, _PREDICTED_FACTOR = 0.01, 1.25
 """Relative margin of a predicted size: at least, and as a multiple of the largest deviation among the measured ones."""
+_CEILING_SHARE = 0.6
+"""A step that fails where the model, once it knows steps near full, expects less of the budget, met another limit."""
 _FAST_SHARE, _FAST_INSIDE = 0.2, 5
 """Share of the buckets that a fast search measures, and how many at least besides the corners."""
 _FAST_DEVIATION = 0.05
@@ -87,7 +90,8 @@ class _Bucket:
 
     fits: int = 0
     fails: int
-    num_blind_failures: int = 0
+    has_failed: bool = False  # without telling its peak
+    num_ooms: int = 0
     peaks: dict[int, int] = field(default_factory=dict)
 
 
@@ -154,6 +158,7 @@ class Search:
         self.tolerance = tolerance
         self.num_probes = 0
         self._buckets = [_Bucket(fails=max_size + 1) for _ in shapes]
+        self._ceilings = Ceilings(shapes)
         self._heaviest_first = heaviest_first(shapes)
         self._lighter = [[j for j, other in enumerate(shapes) if shape.dominates(other)] for shape in shapes]
         self._anchors = anchors(shapes)
@@ -186,7 +191,9 @@ class Search:
                 return Probe(bucket=k, size=size, purpose="verify")
         return None
 
-    def tell(self, probe: Probe, *, peak_bytes: int | None, charged_bytes: int | None = None) -> None:
+    def tell(
+        self, probe: Probe, *, peak_bytes: int | None, charged_bytes: int | None = None, ceiling: bool = False
+    ) -> None:
         """Record what a probe used.
 
         :param probe: what was run.
@@ -194,20 +201,33 @@ class Search:
             hit another ceiling before its peak could be known.
         :param charged_bytes: the bytes to hold against the budget, where they are more than `peak_bytes`
             (an allocator reserves more than it hands out).
+        :param ceiling: whether a step without a peak met another limit than memory; far from full, it is taken to.
         """
-        self._enter(probe, peak_bytes, charged_bytes)
+        if peak_bytes is None:
+            self._enter_failure(probe, ceiling)
+        else:
+            self._enter(probe, peak_bytes, max(peak_bytes, charged_bytes or 0))
         while self._num_verified < len(self.shapes) and self.ask() is None and not self._is_model_good():
             more = math.ceil(_FAST_SHARE * len(self.shapes))
             self._num_verified = min(self._num_verified + more, len(self.shapes))
 
-    def _enter(self, probe: Probe, peak_bytes: int | None, charged_bytes: int | None) -> None:
+    def _enter_failure(self, probe: Probe, ceiling: bool) -> None:
         self.num_probes += 1
         bucket = self._buckets[probe.bucket]
-        if peak_bytes is None:
-            bucket.fails = min(bucket.fails, probe.size)
-            bucket.num_blind_failures += 1
-            return
-        charged_bytes = max(peak_bytes, charged_bytes or 0)
+        bucket.fails = min(bucket.fails, probe.size)
+        bucket.has_failed = True
+        if self._model.num_near_full:
+            ceiling |= self.predict_bytes(probe.bucket, probe.size) < _CEILING_SHARE * self.budget_bytes
+        if not ceiling:
+            bucket.num_ooms += 1
+        elif probe.size > 1:
+            self._ceilings.failed(probe.bucket, probe.size)
+            self._num_verified = len(self.shapes)  # the model can't predict what isn't memory
+
+    def _enter(self, probe: Probe, peak_bytes: int, charged_bytes: int) -> None:
+        self.num_probes += 1
+        bucket = self._buckets[probe.bucket]
+        self._ceilings.passed(probe.bucket, probe.size)
         is_near_full = peak_bytes - self.resident_bytes > self._near_full_bytes()
         # Before the first of these, errors say how far the anchors were off, not how far the model is now.
         if is_near_full and self._model.num_near_full and self._own_slope(probe.bucket) is None:
@@ -275,7 +295,7 @@ class Search:
     def _anchor_size(self, k: int) -> int | None:
         """The size at which bucket `k` should still be probed to anchor the fit; None if it needs no more."""
         bucket = self._buckets[k]
-        if bucket.num_blind_failures:
+        if bucket.has_failed:
             return None
         largest_seen = max(bucket.peaks, default=0)
         if largest_seen and bucket.peaks[largest_seen] - self.resident_bytes >= self._knee_bytes():
@@ -333,6 +353,7 @@ class Search:
         bucket = self._buckets[k]
         if bucket.fails - bucket.fits <= 1:
             return None
+        passes, fails = self._ceilings.between(k, bucket.fits, bucket.fails)
         slope, chord = self._slope(k), self._chord(k)
         if self.cautious and bucket.peaks:  # no anchors: the model may know no better than what this bucket showed
             slope = min(slope, self._largest_slope(k))
@@ -343,16 +364,26 @@ class Search:
         if bucket.fits and not self._model.num_near_full and self._used(k) < _KNEE_GRADIENTS * self.gradient_bytes:
             # Gradients hide what the examples take. What is safe for sure would creep up on the size, or stop short.
             promised = max(promised, self._bold_growth(k) * bucket.fits)
-        if promised >= bucket.fails or (bucket.num_blind_failures and self._own_slope(k) is None):
+        holds = promised
+        if promised >= fails or (bucket.num_ooms and self._own_slope(k) is None):
             # The model is off here: trust it for a direction only.
-            low, high = max(bucket.fits, 1), bucket.fails
-            promised = min(promised, math.sqrt(low * high) if high > 2 * low else (low + high) / 2)
+            between = middle(passes, fails)
+            if passes > bucket.fits and between - passes <= self.tolerance * passes:
+                between = passes
+            promised = min(promised, between)
         if self.cautious:
             promised = self._made_safe(k, math.floor(promised))
-        size = min(max(math.floor(promised), 1), bucket.fails - 1)
+        size = min(max(math.floor(promised), 1), fails - 1)
         if bucket.fits and size - bucket.fits <= self.tolerance * bucket.fits:
-            return None
+            return fails if self._is_only_ruled_out(k, fails, holds) else None
         return size
+
+    def _is_only_ruled_out(self, k: int, fails: int, promised: float) -> bool:
+        """Whether memory promises `fails` examples, and only other buckets' ceilings speak against running them."""
+        bucket = self._buckets[k]
+        if fails >= min(bucket.fails, promised) or bucket.fails - bucket.fits <= 2 * self.tolerance * bucket.fits + 1:
+            return False
+        return not self.cautious or self._made_safe(k, fails) == fails
 
     # The model
 

@@ -363,3 +363,25 @@ def test_linear_growth_is_not_taken_for_quadratic_between_two_measured_lengths()
     card = Card(shapes=shapes, coefficients=(0.0, 6e5, 0.0, 0.0, 0.0), constant=0, noise={2: 0.984375})
     _, steps = card.run()
     assert max(peak for _, peak in steps) < 1.1 * card.budget
+
+
+@pytest.mark.parametrize(
+    "allows",
+    [
+        lambda size, shape: size * shape.input_len <= 400,
+        lambda size, shape: size * shape.input_len**2 <= 4000,
+        lambda size, shape: size <= 64,
+    ],
+    ids=["total-input", "quadratic", "size"],
+)
+@pytest.mark.parametrize("options", [{}, {"mode": "fast"}], ids=["verify", "fast"])
+def test_a_ceiling_met_in_one_bucket_tells_of_the_others_and_nothing_is_predicted_above_it(allows, options):
+    card = Card(shapes=one_d(30), coefficients=CTC, headroom=0.1)
+    search = card.search(**options)
+    while (probe := search.ask()) is not None:
+        hit = not allows(probe.size, card.shapes[probe.bucket])
+        search.tell(probe, peak_bytes=None if hit else card.peak(probe.bucket, probe.size), ceiling=hit)
+    assert search.num_probes <= 2.5 * 30
+    for size, shape in zip(search.sizes, card.shapes, strict=True):
+        assert allows(size, shape)
+        assert not allows(math.ceil(1.05 * size) + 1, shape)
