@@ -12,7 +12,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -30,12 +30,13 @@ from lhotse_oomfit.memory import MemoryBackend, backend_for
 from lhotse_oomfit.options import CalibrationOptions, check_recalibrate
 from lhotse_oomfit.profile import Profile, format_bytes, parse, utc_now
 from lhotse_oomfit.progress import show_progress
-from lhotse_oomfit.ranks import Failure, Ranks, StoreRanks, alone
+from lhotse_oomfit.ranks import Failure, Ranks, StoreRanks
 from lhotse_oomfit.rehearsal import observation_of, rehearsal, resident_bytes, trial_of
 from lhotse_oomfit.report import render_table
 from lhotse_oomfit.sampler import CalibratedBucketingSampler
 from lhotse_oomfit.shapes import Cases, WorstCases, shape_label
 from lhotse_oomfit.snapshot import leave_no_trace
+from lhotse_oomfit.solitude import alone
 from lhotse_oomfit.store import ProfileStore
 from lhotse_oomfit.strategies import ReducerBuckets, lockstep_reason, refuse_strategy
 from lhotse_oomfit.teamwork import decode, encode, merge_each, merge_shares, share_out
@@ -146,10 +147,14 @@ class Job:
 
         :param known: a profile that this process has already; it is taken if it was measured for the same thing.
         """
-        with ExitStack() as stack:
-            if self.mode == "rank0" or self.ranks.world_size == 1:
-                return parse(self.ranks.first(lambda: self._run_here(stack, known).encode()))
-            return parse(self._run_everywhere(stack, known))
+        try:
+            with ExitStack() as stack:
+                if self.mode == "rank0" or self.ranks.world_size == 1:
+                    return parse(self.ranks.first(lambda: self._run_here(stack, known).encode()))
+                return parse(self._run_everywhere(stack, known))
+        except BaseException as error:
+            self.ranks.tell(error)  # it may have happened where nobody else was waiting for this rank
+            raise
 
     def verify(self, profile: Profile, num_buckets: int) -> list[Check]:
         """Run the tightest buckets of `profile` again, in this process alone."""
@@ -231,18 +236,18 @@ class Job:
         """One measurement from what every rank does; `fingerprint` is known to the first rank only."""
         ranks, shapes = self.ranks, worst_case.shapes
         if self.mode == "lockstep":
-            journal = None
-            if ranks.rank == 0:
-                made = fingerprint()
-                journal = Journal(self.store.path(made), fingerprint=made, budget_bytes=self.budget_bytes)
+            journals: list[Journal] = []
 
             def measure(crew: Crew) -> str:
-                earlier = crew.told_by_first(journal.read() if journal is not None else [])
-                if journal is not None:
+                if ranks.rank == 0:
+                    made = fingerprint()
+                    journals.append(Journal(self.store.path(made), fingerprint=made, budget_bytes=self.budget_bytes))
+                earlier = crew.told_by_first(journals[0].read() if journals else [])
+                for journal in journals:
                     journal.start(earlier)
-                return encode(self._measure(worst_case, crew=crew, journal=journal, earlier=earlier))
+                return encode(self._measure(worst_case, crew=crew, journals=journals, earlier=earlier))
 
-            texts = ranks.gather(lambda: self._together(measure, journal))
+            texts = ranks.gather(lambda: self._together(measure, journals))
             measurements = [decode(text) for text in texts]
             sizes = {tuple(bucket.size for bucket in m.buckets) for m in measurements if m is not None}
             if len(sizes) > 1:
@@ -254,26 +259,29 @@ class Job:
         measurements = [decode(text) for text in texts]
         return merge_shares(measurements, shares, shapes) if own is not None else merge_each(measurements, shapes)
 
-    def _together(self, work: Callable[[Crew], str], journal: Journal | None = None) -> str:
+    def _together(self, work: Callable[[Crew], str], journals: Sequence[Journal] = ()) -> str:
         """Run `work` in step with all ranks; a step that ran out of memory on any of them goes into the journal."""
         if not isinstance(self.ranks, StoreRanks):
             raise CalibrationError("trials in lock-step need several ranks, this job has one")
         kept: list[Failure] = []
 
         def keep(failure: Failure | None) -> None:
-            if journal is not None and failure is not None and failure.trial is not None and not kept:
+            if failure is not None and failure.trial is not None and not kept:
                 kept.append(failure)
                 bucket, size = failure.trial
-                journal.add(Observation(bucket=bucket, size=size, peak_bytes=None))
+                for journal in journals:
+                    journal.add(Observation(bucket=bucket, size=size, peak_bytes=None))
 
         try:
             with crew_of(self.ranks, on_failure=keep) as crew:
                 return work(crew)
         except LockStepMemoryError as error:
-            keep(Failure(rank=self.ranks.rank, error=str(error), trial=(error.bucket, error.size)))
+            here = self.ranks.rank
+            keep(Failure(rank=here, error=str(error), told_by=here, trial=(error.bucket, error.size)))
             raise
         except RankFailedError:
-            keep(self.ranks.failure())
+            with suppress(RuntimeError, ConnectionError):  # the store may be gone as well
+                keep(self.ranks.failure())
             raise
 
     # Loading
@@ -350,7 +358,7 @@ class Job:
         buckets: Sequence[int] | None = None,
         *,
         crew: Crew | None = None,
-        journal: Journal | None = None,
+        journals: Sequence[Journal] = (),
         earlier: Sequence[Observation] = (),
     ) -> Measurement:
         """Measure these buckets, or all."""
@@ -366,9 +374,11 @@ class Job:
         ):
 
             def on_trial(trial: Trial, bucket: Any) -> None:
-                if journal is not None:
+                for journal in journals:
                     journal.add(observation_of(trial))
                 show(trial, bucket)
+                if crew is None:
+                    self.ranks.check()
 
             before_bytes, gradients = resident_bytes(memory), gradient_bytes(self.training.module)
             if crew is not None:
@@ -392,7 +402,7 @@ class Job:
                 earlier=[trial_of(observation) for observation in earlier],
                 on_trial=on_trial,
             )
-        if journal is not None:
+        for journal in journals:
             journal.discard()
         return measurement
 

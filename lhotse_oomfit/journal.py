@@ -56,8 +56,8 @@ class Journal:
             return []
         try:
             with self.path.open("rb") as file:
-                lines = file.read(_MAX_BYTES).decode("utf-8").splitlines()
-            header, *entries = [json.loads(line) for line in lines]
+                lines = file.read(_MAX_BYTES).decode("utf-8", errors="replace").split("\n")
+            header, *entries = [json.loads(line) for line in lines[:-1]]  # the last is empty, or was cut off
             observations = [Observation(**entry) for entry in entries]
             former_bytes = int(header["budget_bytes"])
             same = header["fingerprint"] == self._header["fingerprint"]
@@ -74,11 +74,18 @@ class Journal:
 
     def start(self, observations: list[Observation]) -> None:
         """Begin the file anew with these observations."""
-        self._write("w", [self._header, *map(vars, observations)])
+        if self.path is None:
+            return
+        path = self.path
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        self._write(temporary, [self._header, *map(vars, observations)])
+        with contextlib.suppress(OSError):
+            os.replace(temporary, path)
 
     def add(self, observation: Observation) -> None:
         """Append one observation."""
-        self._write("a", [vars(observation)])
+        if self.path is not None:
+            self._write(self.path, [vars(observation)])
 
     def discard(self) -> None:
         """Remove the file: the profile is there, or what was kept is of no use."""
@@ -86,15 +93,13 @@ class Journal:
             with contextlib.suppress(OSError):
                 self.path.unlink()
 
-    def _write(self, mode: str, lines: list[dict[str, object]]) -> None:
-        if self.path is None:
-            return
+    def _write(self, path: Path, lines: list[dict[str, object]]) -> None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open(mode, encoding="utf-8") as file:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line) + "\n" for line in lines)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            logger.warning("what was measured so far can't be kept in %s (%s)", self.path, error)
+            logger.warning("what was measured so far can't be kept in %s (%s)", path, error)
             self.path = None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from lhotse_oomfit.errors import CalibrationError, LockStepMemoryError, RankFailedError
 from lhotse_oomfit.memory import MemoryBackend
 from lhotse_oomfit.ranks import Failure, StoreRanks
+from lhotse_oomfit.solitude import unbound
 from lhotse_oomfit.trial import TrainingStep, Trial, TrialRunner, Verdict, judge
 
 __all__ = ["Crew", "LockStepRunner", "crew_of"]
@@ -87,6 +89,10 @@ class Crew:
             )
         return worst
 
+    def tell(self, error: BaseException) -> None:
+        """Let the other ranks end with this error."""
+        self._ranks.tell(error)
+
     def failed(self) -> RankFailedError:
         """The error that says which rank failed; waits a moment for that rank to tell."""
         deadline = time.monotonic() + _GRACE_S / 2
@@ -104,7 +110,7 @@ class Crew:
             )
         if failure is None:
             return RankFailedError(f"another rank than {self.rank} died in a trial that all ranks run together")
-        self._ranks.acknowledge(failure)
+        self._ranks.acknowledge()
         return RankFailedError(
             f"rank {failure.rank} failed in a trial that all ranks run together: {failure.error}",
             rank=failure.rank,
@@ -118,12 +124,13 @@ def crew_of(ranks: StoreRanks, *, on_failure: Callable[[Failure], None] = lambda
 
     :param on_failure: called with the first failure of any rank, before this process is ended for it, in a thread.
     """
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=ranks.calibration_timeout_s))
     stop = threading.Event()
     said: queue.Queue[Failure | None] = queue.Queue()
     watch = threading.Thread(target=_watch, args=(ranks, said, stop, on_failure), name="oomfit-lockstep", daemon=True)
-    watch.start()
+    watch.start()  # before the group is made, which waits for all ranks too
     try:
+        with unbound(dist.group.WORLD):
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=ranks.calibration_timeout_s))
         yield Crew(ranks, group)
     finally:
         stop.set()
@@ -145,11 +152,11 @@ def _watch(
         try:
             failure = said.get(timeout=ranks.heartbeat_timeout_s)
         except queue.Empty:
-            failure = Failure(rank=0, error=f"the job's store was silent for {ranks.heartbeat_timeout_s:.0f} s")
+            failure = _told(ranks, 0, f"the job's store was silent for {ranks.heartbeat_timeout_s:.0f} s")
         if stop.is_set():
             return
     on_failure(failure)
-    if failure.rank == ranks.rank and failure.key:
+    if failure.told_by == ranks.rank == failure.rank:
         return  # its own: the main thread is telling it
     if stop.wait(_GRACE_S):
         return
@@ -179,15 +186,19 @@ def _ask(ranks: StoreRanks, stop: threading.Event, said: queue.Queue[Failure | N
                     last[rank] = (now_beats, now)
                 elif failure is None and now - since > ranks.heartbeat_timeout_s:
                     silent = f"it was silent for {now - since:.0f} s; it was killed, stopped or hangs: see its log"
-                    failure = ranks.fail(Failure(rank=rank, error=silent))
+                    failure = ranks.fail(_told(ranks, rank, silent))
             if failure is not None:
-                ranks.acknowledge(failure)
+                ranks.acknowledge()
             said.put(failure)
             if failure is not None:
                 return
     except (RuntimeError, ConnectionError) as error:
         text = str(error).partition("\n")[0]
-        said.put(Failure(rank=0, error=f"the connection to the job's store is lost ({text})"))
+        said.put(_told(ranks, 0, f"the connection to the job's store is lost ({text})"))
+
+
+def _told(ranks: StoreRanks, rank: int, error: str) -> Failure:
+    return Failure(rank=rank, error=error, told_by=ranks.rank)
 
 
 class LockStepRunner(TrialRunner):
@@ -222,18 +233,23 @@ class LockStepRunner(TrialRunner):
         progress.began = progress.done = False
         try:
             trial = super().run(bucket, size, with_optimizer=with_optimizer, release=release)
-        except RuntimeError as error:
+        except RankFailedError:
+            raise
+        except BaseException as error:
             if progress.began and not progress.done and _is_about_peers(error):
                 raise self._crew.failed() from error
+            self._crew.tell(error)  # now, and not when all is restored: the others wait in a collective
             raise
         if progress.began and not progress.done:
-            raise LockStepMemoryError(
+            failed = LockStepMemoryError(
                 f"rank {self._crew.rank} can't finish a trial step that all ranks run together, with {size} examples "
                 f"of bucket {bucket}: {trial.error}. What was measured so far is kept: start the job again, and it "
                 f"goes on from there with smaller sizes",
                 bucket=bucket,
                 size=size,
             )
+            self._crew.tell(failed)
+            raise failed
         return self._worst(trial)
 
     def _make_together(self, bucket: int, size: int) -> Any:
@@ -299,9 +315,10 @@ class _Progress:
         self._step.zero_grad()
 
 
+_PEERS = re.compile(r"gloo|NCCL|Connection (?:closed|reset) by peer|ProcessGroup|Broken pipe", re.IGNORECASE)
+"""What collectives say where a peer is gone."""
+
+
 def _is_about_peers(error: BaseException) -> bool:
     """Whether a collective failed, as it does where a peer is gone."""
-    text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(
-        word in text for word in ("connection", "gloo", "nccl", "peer", "timed out", "abort")
-    )
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and bool(_PEERS.search(str(error))))

@@ -3,10 +3,6 @@
 A collective would be the obvious way to wait, and the wrong one: NCCL's watchdog ends a job whose collective takes
 ten minutes, and a gloo wait that timed out leaves its pair unusable. So the waiting ranks poll the store that
 ``torch.distributed`` was initialised with, and the measuring rank proves with a heartbeat that it is alive.
-
-Inside a trial the measuring rank must not meet its peers either: model code asks ``torch.distributed`` how long the
-longest input of all ranks is (NeMo's ConformerEncoder) or averages batch statistics (SyncBatchNorm). So its default
-process group is a group of one rank for that while, see :func:`alone`.
 """
 
 from __future__ import annotations
@@ -14,21 +10,19 @@ from __future__ import annotations
 import json
 import logging
 import queue
-import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from lhotse_oomfit.errors import LockStepMemoryError, RankFailedError
-from lhotse_oomfit.tripwire import refuse_collectives
+from lhotse_oomfit.errors import LockStepMemoryError, RankFailedError, UnsupportedStrategyError
 
-__all__ = ["Failure", "Ranks", "SingleRank", "StoreRanks", "alone", "current_ranks"]
+__all__ = ["Failure", "Ranks", "SingleRank", "StoreRanks", "current_ranks"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,20 +59,29 @@ class Ranks(Protocol):
         :raises RankFailedError: if another rank's `work` failed, with its error, or if a rank fell silent.
         """
 
+    def check(self) -> None:
+        """Raise if another rank failed.
+
+        :raises RankFailedError: with its error.
+        """
+
+    def tell(self, error: BaseException) -> None:
+        """Let all other ranks end with this error of this rank; told once, later calls do nothing."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """The first failure of a job.
 
     :param rank: where it happened.
-    :param error: what happened there, in one line.
-    :param key: where the failed rank looks whether the others have read it.
+    :param error: what happened there.
+    :param told_by: which rank says so; another one where a rank fell silent.
     :param trial: the bucket and size of the step that ran out of memory, if that is what failed.
     """
 
     rank: int
     error: str
-    key: str = ""
+    told_by: int
     trial: tuple[int, int] | None = None
 
 
@@ -95,6 +98,12 @@ class SingleRank:
     def gather(self, work: Callable[[], str]) -> list[str]:
         """What `work` gives."""
         return [work()]
+
+    def check(self) -> None:
+        """Nobody else can fail."""
+
+    def tell(self, error: BaseException) -> None:
+        """Nobody is there to be told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +134,7 @@ class StoreRanks:
         self._store = store
         self._timeouts = _Timeouts(heartbeat_s=heartbeat_timeout_s, total_s=calibration_timeout_s)
         self._num_calls = 0
+        self._has_told = False
 
     def first(self, work: Callable[[], str]) -> str:
         """See :meth:`Ranks.first`."""
@@ -139,19 +149,14 @@ class StoreRanks:
         the number of ranks and not with its square."""
         key = self._next_key("gather")
         with self._heart():
-            own = self._publish(f"{key}/{self.rank}", work, readers=[] if self.rank == 0 else [0], stay=False)
             if self.rank > 0:
+                self._publish(f"{key}/{self.rank}", work, readers=[])
                 return list(json.loads(self._await(key, leader=0)))
 
             def collect() -> str:
-                return json.dumps([own, *(self._await(f"{key}/{rank}", leader=rank) for rank in self._others)])
+                return json.dumps([work(), *(self._await(f"{key}/{rank}", leader=rank) for rank in self._others)])
 
             return list(json.loads(self._publish(key, collect, readers=self._others)))
-
-    @property
-    def store(self) -> Any:
-        """The key-value store of this job's calibration."""
-        return self._store
 
     @property
     def heartbeat_timeout_s(self) -> float:
@@ -179,10 +184,49 @@ class StoreRanks:
         """
         return _failure(self._store.get(_FAILED)) if self._store.check([_FAILED]) else None
 
-    def acknowledge(self, failure: Failure) -> None:
+    def acknowledge(self) -> None:
         """Let the failed rank know that this one has read what happened."""
-        if failure.key:
-            self._store.set(f"{failure.key}/read/{self.rank}", "1")
+        self._store.set(f"{_FAILED}/read/{self.rank}", "1")
+
+    def check(self) -> None:
+        """See :meth:`Ranks.check`."""
+        try:
+            failure = self.failure()
+        except (RuntimeError, ConnectionError) as error:
+            raise self._lost(error) from error
+        if failure is not None:
+            self.acknowledge()
+            raise self._failed(failure)
+
+    def tell(self, error: BaseException) -> None:
+        """See :meth:`Ranks.tell`."""
+        if self._has_told:
+            return
+        self._has_told = True
+        failure = Failure(rank=self.rank, error=f"{type(error).__name__}: {error}", told_by=self.rank)
+        if isinstance(error, RankFailedError) and error.rank is not None and error.cause is not None:
+            failure = replace(failure, rank=error.rank, error=error.cause)  # somebody else's, passed on
+        elif isinstance(error, LockStepMemoryError):
+            failure = replace(failure, trial=(error.bucket, error.size))
+        try:
+            if self.fail(failure) == failure:  # else another one came first, and waits itself
+                self._wait_for_readers(_FAILED, self._others, seconds=_FAREWELL_S)
+        except (RuntimeError, ConnectionError) as lost:  # the process that serves the store is gone as well
+            logger.warning("the other ranks can't be told that this one failed: %s", _first_line(lost))
+
+    def _failed(self, failure: Failure) -> RankFailedError:
+        return RankFailedError(
+            f"rank {failure.rank} failed while rank {self.rank} waited for it: {failure.error}",
+            rank=failure.rank,
+            cause=failure.error,
+        )
+
+    def _lost(self, error: object) -> RankFailedError:
+        text = _first_line(error) if isinstance(error, BaseException) else error
+        return RankFailedError(
+            f"rank {self.rank} lost the connection to the job's store, which usually means that the process serving "
+            f"it died ({text}); see its log"
+        )
 
     @property
     def _others(self) -> list[int]:
@@ -193,35 +237,28 @@ class StoreRanks:
         self._num_calls += 1
         return f"{self._num_calls}/{name}"
 
-    def _publish(self, key: str, work: Callable[[], str], *, readers: list[int], stay: bool = True) -> str:
-        """Run `work`, and let the `readers` know what came of it; `stay` until they have read a result, too."""
+    def _publish(self, key: str, work: Callable[[], str], *, readers: list[int]) -> str:
+        """Run `work`, let the other ranks know what came of it, and stay until the `readers` have read it."""
         try:
             result = work()
         except BaseException as error:
-            failure = self._failure_of(error, key)
-            try:
-                self._store.set(key, json.dumps({"error": failure.error, "rank": failure.rank}))
-                self.fail(failure)
-                self._wait_for_readers(key, readers)
-            except (RuntimeError, ConnectionError) as lost:  # the process that serves the store is gone as well
-                logger.warning("the other ranks can't be told that this one failed: %s", _first_line(lost))
+            self.tell(error)
             raise
         try:
-            self._store.set(key, json.dumps({"result": result}))
+            self._store.set(key, json.dumps(result))
+            missing = self._wait_for_readers(key, readers, seconds=self._timeouts.heartbeat_s)
         except (RuntimeError, ConnectionError) as error:
-            raise RankFailedError(
-                f"rank {self.rank} lost the connection to the job's store, which usually means that the process "
-                f"serving it died ({_first_line(error)}); see its log"
-            ) from error
-        if stay:
-            self._wait_for_readers(key, readers)
+            raise self._lost(error) from error
+        if missing:
+            silent = RankFailedError(
+                f"rank {missing[0]} did not read what rank {self.rank} found within "
+                f"{self._timeouts.heartbeat_s:g} s (heartbeat_timeout); it was killed, stopped or hangs: see its log",
+                rank=missing[0],
+                cause=f"silent for {self._timeouts.heartbeat_s:g} s",
+            )
+            self.tell(silent)
+            raise silent
         return result
-
-    def _failure_of(self, error: BaseException, key: str) -> Failure:
-        if isinstance(error, RankFailedError) and error.rank is not None and error.cause is not None:
-            return Failure(rank=error.rank, error=error.cause, key=key)  # somebody else's, passed on
-        trial = (error.bucket, error.size) if isinstance(error, LockStepMemoryError) else None
-        return Failure(rank=self.rank, error=f"{type(error).__name__}: {error}", key=key, trial=trial)
 
     @contextmanager
     def _heart(self) -> Iterator[None]:
@@ -245,16 +282,16 @@ class StoreRanks:
                 return
             stop.wait(interval_s)
 
-    def _wait_for_readers(self, key: str, readers: list[int]) -> None:
-        deadline = time.monotonic() + _FAREWELL_S
-        keys = [f"{key}/read/{rank}" for rank in readers]
-        while time.monotonic() < deadline and keys:
-            try:
-                if self._store.check(keys):
-                    return
-            except (RuntimeError, ConnectionError):
-                return
-            time.sleep(_POLL_S)
+    def _wait_for_readers(self, key: str, readers: list[int], *, seconds: float) -> list[int]:
+        """Wait until `readers` have read `key`; returns those that haven't after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while readers:
+            readers = [rank for rank in readers if not self._store.check([f"{key}/read/{rank}"])]
+            if time.monotonic() > deadline:
+                break
+            if readers:
+                time.sleep(_POLL_S)
+        return readers
 
     def _await(self, key: str, *, leader: int) -> str:
         """Wait until `key` is set, as long as the leader's heart beats. One that has not begun to beat is only late."""
@@ -263,16 +300,9 @@ class StoreRanks:
         # The store is asked from a thread of its own: if the process that serves it is stopped, a request never ends.
         threading.Thread(target=self._watch, args=(key, leader, inbox, stop), name="oomfit-watch", daemon=True).start()
         try:
-            message = json.loads(self._listen(inbox, leader))
+            result: str = json.loads(self._listen(inbox, leader))
         finally:
             stop.set()
-        if "error" in message:
-            raise RankFailedError(
-                f"rank {message['rank']} failed while rank {self.rank} waited for it: {message['error']}",
-                rank=message["rank"],
-                cause=message["error"],
-            )
-        result: str = message["result"]
         return result
 
     def _watch(self, key: str, leader: int, inbox: queue.Queue[tuple[str, str]], stop: threading.Event) -> None:
@@ -285,6 +315,10 @@ class StoreRanks:
                     message = self._store.get(key).decode()
                     self._store.set(f"{key}/read/{self.rank}", "1")
                     inbox.put(("message", message))
+                    return
+                if self._store.check([_FAILED]):
+                    inbox.put(("failed", self._store.get(_FAILED).decode()))
+                    self.acknowledge()
                     return
                 if (now_beats := self.num_beats(leader)) != beats:
                     beats = now_beats
@@ -305,15 +339,14 @@ class StoreRanks:
             now = time.monotonic()
             if what == "message":
                 return text
+            if what == "failed":
+                raise self._failed(_failure(text))
             if what != "nothing":
                 last_poll = now  # the store answers
             if what == "beat":
                 last_beat = now
             if what == "lost":
-                raise RankFailedError(
-                    f"rank {self.rank} lost the connection to the job's store while it waited for rank {leader}, "
-                    f"which usually means that the process serving it died ({text}); see its log"
-                )
+                raise self._lost(text)
             silent_s = now - min(last_poll, last_beat or last_poll)
             if silent_s > self._timeouts.heartbeat_s:
                 raise RankFailedError(
@@ -324,10 +357,15 @@ class StoreRanks:
                     cause=f"silent for {silent_s:.0f} s",
                 )
             if now - started > self._timeouts.total_s:
-                raise RankFailedError(
-                    f"rank {self.rank} waited {now - started:.0f} s for rank {leader} to calibrate "
-                    f"(calibration_timeout is {self._timeouts.total_s:g} s); raise it if that is what it takes"
+                waited = f"waited {now - started:.0f} s for rank {leader} to calibrate"
+                late = RankFailedError(
+                    f"rank {self.rank} {waited} (calibration_timeout is {self._timeouts.total_s:g} s); raise it if "
+                    f"that is what it takes",
+                    rank=self.rank,
+                    cause=waited,
                 )
+                self.tell(late)
+                raise late
             if now - last_log > _LOG_EVERY_S:
                 last_log = now
                 logger.info("waiting for rank %s to calibrate (%.0f s so far)", leader, now - started)
@@ -355,10 +393,18 @@ def current_ranks(*, heartbeat_timeout_s: float = 60.0, calibration_timeout_s: f
         return SingleRank()
     global _num_sessions
     _num_sessions += 1
-    store = dist.distributed_c10d._get_default_store()
+    shared = dist.distributed_c10d._get_default_store()
+    if shared is None:
+        raise UnsupportedStrategyError(
+            f"torch.distributed must have a key-value store for ranks to wait for each other, its backend "
+            f"{dist.get_backend()} has none; initialise it with gloo or nccl"
+        )
     return StoreRanks(
-        dist.PrefixStore(  # type: ignore[attr-defined]
-            f"lhotse_oomfit/{_num_sessions}", store
+        _own_store(
+            shared,
+            f"lhotse_oomfit/{_num_sessions}",
+            heartbeat_s=heartbeat_timeout_s,
+            total_s=calibration_timeout_s,
         ),
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
@@ -367,35 +413,52 @@ def current_ranks(*, heartbeat_timeout_s: float = 60.0, calibration_timeout_s: f
     )
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """While inside, this process's default group is a group of itself: collectives return at once, with its own values.
+def _own_store(shared: Any, prefix: str, *, heartbeat_s: float, total_s: float) -> Any:
+    """A connection of our own to the job's store.
 
-    Patching ``is_initialized`` instead would miss names that were bound at import, and ``get_world_size``. Collectives
-    over other groups of several ranks raise instead of waiting. What ``torch.compile`` traced may hold the group in its
-    code, so it is traced anew after each change of groups.
-
-    :raises UnsupportedStrategyError: from a collective over a group of several ranks.
+    While one thread waits for a key, as NCCL does when a group first communicates, a TCPStore's connection serves no
+    other thread of its process: hearts would stand still. The keys that it sees begin with a word of the first rank's,
+    since a launcher that starts a job again keeps the store, and tells jobs apart by a prefix of `shared`.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        yield
-        return
-    world: Any = dist.group
-    everyone = world.WORLD
-    # Local synchronisation: only the members of the group call, and it has only one.
-    solo = dist.new_group([dist.get_rank()], use_local_synchronization=True, timeout=timedelta(minutes=10))
-    _forget_traces()
-    world.WORLD = solo
+    prefixed: Any = dist.PrefixStore(prefix, shared)  # type: ignore[attr-defined]
+    served: Any = shared
+    while hasattr(served, "underlying_store"):
+        served = served.underlying_store
+    if not isinstance(served, dist.TCPStore) or not served.host:  # type: ignore[attr-defined]
+        return prefixed
+    said: queue.Queue[Any] = queue.Queue()
+    # From a thread of its own: if the process that serves the store is stopped, a request never ends.
+    threading.Thread(target=_connect, args=(prefixed, served, said), name="oomfit-connect", daemon=True).start()
+    deadline = time.monotonic() + total_s
+    while time.monotonic() < deadline:
+        try:
+            answer = said.get(timeout=heartbeat_s)
+        except queue.Empty:
+            raise RankFailedError(
+                f"the job's store was silent for {heartbeat_s:g} s (heartbeat_timeout); the process that serves it was "
+                f"killed, stopped or hangs: see its log"
+            ) from None
+        if isinstance(answer, Exception):
+            raise RankFailedError(
+                f"rank {dist.get_rank()} lost the connection to the job's store, which usually means that the process "
+                f"serving it died ({_first_line(answer)}); see its log"
+            ) from answer
+        if answer is not None:
+            return answer
+    raise RankFailedError(f"rank 0 did not begin to calibrate within {total_s:g} s (calibration_timeout)")
+
+
+def _connect(prefixed: Any, served: Any, said: queue.Queue[Any]) -> None:
+    """Put into `said` the new connection, or an error; None as a sign that the store answers."""
     try:
-        with refuse_collectives():
-            yield
-    finally:
-        world.WORLD = everyone
-        _forget_traces()
-        dist.destroy_process_group(solo)
-
-
-def _forget_traces() -> None:
-    dynamo = sys.modules.get("torch._dynamo")  # nothing was compiled where it isn't loaded
-    if dynamo is not None:
-        dynamo.reset()
+        if dist.get_rank() == 0:
+            prefixed.set("word", uuid.uuid4().hex)
+        while not prefixed.check(["word"]):
+            said.put(None)
+            time.sleep(_POLL_S)
+        client = dist.TCPStore(  # type: ignore[attr-defined]
+            served.host, served.port, is_master=False, wait_for_workers=False
+        )
+        said.put(dist.PrefixStore(f"lhotse_oomfit/{prefixed.get('word').decode()}", client))  # type: ignore[attr-defined]
+    except (RuntimeError, ConnectionError) as error:
+        said.put(error)

@@ -29,11 +29,12 @@ from lhotse_oomfit.job import Job
 from lhotse_oomfit.joint import Choice, JointBatches, Member
 from lhotse_oomfit.options import CalibrationOptions
 from lhotse_oomfit.profile import Profile, format_bytes, parse
-from lhotse_oomfit.ranks import Ranks, alone, current_ranks
+from lhotse_oomfit.ranks import Ranks, current_ranks
 from lhotse_oomfit.sampler import CalibratedBucketingSampler
 from lhotse_oomfit.search import BucketShape
 from lhotse_oomfit.shapes import WorstCases, shape_label
 from lhotse_oomfit.snapshot import leave_no_trace
+from lhotse_oomfit.solitude import alone
 from lhotse_oomfit.training import gradient_bytes, parts_of
 from lhotse_oomfit.trial import TrialRunner
 from lhotse_oomfit.verification import Check

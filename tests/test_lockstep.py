@@ -21,6 +21,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lhotse_oomfit import Profile, calibrate
+from lhotse_oomfit.fingerprint import Fingerprint
+from lhotse_oomfit.journal import Journal, Observation
 from lhotse_oomfit.memory import backend_for
 
 pytestmark = pytest.mark.timeout(240)
@@ -303,6 +305,58 @@ def test_a_rank_that_dies_or_stops_in_lockstep_ends_the_others(tmp_path: Path, h
     survivor = 1 if how == "first-killed" else 0
     assert codes[survivor]
     assert re.search(r"rank \d+ failed in a trial|another rank than \d died|lost the connection", said[survivor])
+
+
+def _dies_early(rank: int, how: str) -> list[int]:
+    """The second rank dies while the group for the votes is made."""
+    make, num = dist.new_group, [0]
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        num[0] += kwargs.get("backend") == "gloo"
+        if rank == 1 and num[0]:
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+        return make(*args, **kwargs)
+
+    dist.new_group = new_group
+    return calibrated(made("static"), heartbeat_timeout=5).bucket_batch_size
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_a_rank_that_dies_while_all_meet_for_the_first_time_ends_the_others(tmp_path: Path, how: str):
+    said, codes = run_apart("test_lockstep:_dies_early", how, folder=tmp_path, timeout_s=60)
+    assert codes[0]
+    assert re.search(r"rank 1 failed|rank 1 was silent|another rank than 0 died|Connection closed by peer", said[0])
+
+
+def _unlucky(rank: int) -> list[int]:
+    def step(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if rank == 1:
+            raise RuntimeError("connection refused by the tokenizer server")
+        return loss_step(module, batch)
+
+    return calibrated(made("static"), training_step=step).bucket_batch_size
+
+
+def test_an_error_that_only_sounds_like_a_lost_peer_is_told_as_it_is(tmp_path: Path):
+    said, codes = run_apart("test_lockstep:_unlucky", folder=tmp_path, timeout_s=60)
+    assert all(codes)
+    assert all("RuntimeError: connection refused by the tokenizer server" in text for text in said)
+
+
+def test_a_journal_whose_last_line_was_cut_off_is_read_without_it(tmp_path: Path):
+    fingerprint = Fingerprint(fields={"device": "cpu"})
+    journal = Journal(tmp_path / "profile.yaml", fingerprint=fingerprint, budget_bytes=100)
+    seen = [Observation(bucket=0, size=2, peak_bytes=50), Observation(bucket=1, size=9, peak_bytes=None)]
+    journal.start(seen[:1])
+    journal.add(seen[1])
+    assert journal.read() == seen
+    with journal.path.open("a") as file:
+        file.write('{"bucket": 2, "si')
+    assert journal.read() == seen
+    assert Journal(tmp_path / "profile.yaml", fingerprint=fingerprint, budget_bytes=200).read() == seen[:1]
+    other = Journal(tmp_path / "profile.yaml", fingerprint=Fingerprint(fields={"device": "H200"}), budget_bytes=100)
+    assert other.read() == []
+    assert not journal.path.exists()
 
 
 def _builds(rank: int) -> list[int]:

@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -24,8 +26,10 @@ from tiny_asr import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lhotse_oomfit import calibrate
-from lhotse_oomfit.ranks import SingleRank, StoreRanks, alone, current_ranks
+from lhotse_oomfit import calibrate, solitude
+from lhotse_oomfit.errors import RankFailedError
+from lhotse_oomfit.ranks import SingleRank, StoreRanks, current_ranks
+from lhotse_oomfit.solitude import alone, unbound
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -79,6 +83,104 @@ def test_what_the_store_serves_grows_with_the_number_of_ranks_and_not_with_its_s
         thread.join(60)
     assert all(told[rank] == [str(each) for each in range(num)] for rank in range(num))
     assert store.num_gets == 2 * (num - 1)
+
+
+def run_threads(num, work, **timeouts):
+    """``work(ranks)`` for each of so many ranks, threads over one store; what each gave or raised."""
+    store, said = dist.HashStore(), {}
+
+    def run(rank):
+        ranks = StoreRanks(store, rank=rank, world_size=num, **{"heartbeat_timeout_s": 4.0, **timeouts})
+        try:
+            said[rank] = work(ranks)
+        except (RankFailedError, ValueError) as error:
+            said[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return said
+
+
+def _raises_on(culprit, ranks, text="no luck"):
+    if ranks.rank == culprit:
+        raise ValueError(text)
+    return ""
+
+
+@pytest.mark.parametrize(("call", "culprit"), [("first", 0), ("gather", 0), ("gather", 1), ("gather", 2)])
+def test_an_error_of_any_rank_reaches_all_others_with_its_text(call, culprit):
+    said = run_threads(3, lambda ranks: getattr(ranks, call)(lambda: _raises_on(culprit, ranks)))
+    assert str(said[culprit]) == "no luck"
+    for rank in {0, 1, 2} - {culprit}:
+        assert str(said[rank]) == f"rank {culprit} failed while rank {rank} waited for it: ValueError: no luck"
+        assert (said[rank].rank, said[rank].cause) == (culprit, "ValueError: no luck")
+
+
+def test_a_failure_is_noticed_while_another_rank_is_still_at_work():
+    def work(ranks):
+        if ranks.rank == 1:
+            for _ in range(100):  # its own trials, between which it looks
+                time.sleep(0.1)
+                ranks.check()
+        return ranks.gather(lambda: _raises_on(2, ranks))
+
+    begun = time.monotonic()
+    said = run_threads(3, work)
+    assert time.monotonic() - begun < 9
+    assert all("rank 2 failed while rank" in str(said[rank]) for rank in (0, 1))
+
+
+def test_a_rank_that_gives_up_waiting_ends_the_one_it_waited_for():
+    def work(ranks):
+        if ranks.rank == 0:
+            return ranks.first(lambda: [time.sleep(0.1) or ranks.check() for _ in range(80)] and "")
+        return ranks.first(lambda: "")
+
+    said = run_threads(2, work, calibration_timeout_s=2.0)
+    assert "calibration_timeout is 2 s" in str(said[1])
+    assert "rank 1 failed while rank 0 waited for it: waited 2 s for rank 0 to calibrate" in str(said[0])
+
+
+def test_a_rank_that_does_not_read_what_was_found_is_missed():
+    store = dist.HashStore()
+    ranks = StoreRanks(store, rank=0, world_size=2, heartbeat_timeout_s=1.0)
+    with pytest.raises(RankFailedError, match=r"rank 1 did not read what rank 0 found within 1 s"):
+        ranks.first(lambda: "")
+
+
+def test_a_group_of_oneself_is_not_split_off_a_bound_group():
+    """NCCL's split is a collective of all ranks of the parent; the group is bound where a device_id was given."""
+
+    class Bound:
+        bound_device_id = torch.device("cuda:0")
+
+    group = Bound()
+    with unbound(group):
+        assert group.bound_device_id is None
+    assert group.bound_device_id == torch.device("cuda:0")
+
+
+def _bound(rank, unbinds):
+    if not unbinds:
+        solitude.unbound = lambda group: nullcontext()
+    asked = []
+    original = dist.distributed_c10d._get_split_source
+    dist.distributed_c10d._get_split_source = lambda group: asked.append(group.bound_device_id) or original(group)
+    world = dist.group.WORLD
+    world.bound_device_id = torch.device("cuda:0")
+    with suppress(RuntimeError), alone():  # there is no such card, of which a split would make use
+        pass
+    assert world.bound_device_id == torch.device("cuda:0")
+    world.bound_device_id = None
+    return [str(device) for device in asked]
+
+
+def test_alone_asks_for_no_split_of_a_group_that_is_bound_to_a_device():
+    assert not any("cuda:0" in asked for asked in results(run_ranks(_bound, True)))
+    assert all("cuda:0" in asked for asked in results(run_ranks(_bound, False)))  # which is what it prevents
 
 
 def _alone(rank):
@@ -141,10 +243,7 @@ def test_waiting_has_an_end_although_the_heart_beats():
 
 
 def _patient(rank):
-    dist.destroy_process_group()
-    from datetime import timedelta
-
-    dist.init_process_group("gloo", timeout=timedelta(seconds=10))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=10), dist.group.WORLD)
     told = current_ranks().first(lambda: time.sleep(13) or "patience")
     value = torch.ones(1)
     dist.all_reduce(value)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import results, run_apart, run_ranks
@@ -18,8 +20,10 @@ from tiny_asr import TinyModel
 from torch.nn.parallel import DistributedDataParallel
 
 from lhotse_oomfit.calibration import MeasuredBucket, Measurement
-from lhotse_oomfit.ranks import alone, current_ranks
+from lhotse_oomfit.errors import UnsupportedStrategyError
+from lhotse_oomfit.ranks import current_ranks
 from lhotse_oomfit.search import BucketShape
+from lhotse_oomfit.solitude import alone
 from lhotse_oomfit.teamwork import decode, encode, merge_each, merge_shares, share_out
 
 pytestmark = pytest.mark.timeout(240)
@@ -88,6 +92,37 @@ def test_a_collective_over_a_group_that_nobody_saw_is_an_error_that_leads_to_loc
         assert "calls allreduce over a process group of 2 ranks (experts), in a trial that this rank runs alone" in text
         assert "Pass ranks='lockstep'" in text
     first, second = results(run_ranks(_hidden, {"ranks": "lockstep"}, timeout_s=100))
+    assert first == second
+
+
+def _raw(rank: int, kind: str) -> str:
+    group = dist.new_group([0, 1], group_desc="experts")
+
+    def meet() -> Any:
+        if kind == "operator":
+            return torch.ops._c10d_functional.all_reduce(torch.ones(2), "sum", group.group_name)
+        if kind == "functional":
+            return functional_collectives.all_reduce(torch.ones(2), "sum", group)
+        whole, part = torch.ones(4), torch.ones(2)
+        if kind == "all-gather":
+            return dist.all_gather_into_tensor(whole, part, group=group)
+        return dist.reduce_scatter_tensor(part, whole, group=group)
+
+    def work() -> str:
+        with pytest.raises(UnsupportedStrategyError, match="ranks='lockstep'") as caught, alone():
+            meet()
+        return str(caught.value)
+
+    told = current_ranks(heartbeat_timeout_s=20).first(work)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        meet()  # meets the other rank again
+    return told
+
+
+@pytest.mark.parametrize("kind", ["operator", "functional", "all-gather", "reduce-scatter"])
+def test_no_way_to_call_a_collective_in_a_trial_of_one_rank_hangs(kind: str):
+    first, second = results(run_ranks(_raw, kind, timeout_s=60))
     assert first == second
 
 
