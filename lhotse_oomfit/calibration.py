@@ -27,6 +27,10 @@ _MANY_SHAPES = 3.0
 of many shapes, than in a step that begins without a cache. On an H200 the latter is 0.9% (a CTC model, 30 buckets) and
 1.4% (an AED, 30 too); with less than 2.0% and 4.2% to spare the allocator gives back its cache every few steps, which
 costs 5% of the throughput and more."""
+_HELD_BACK = 0.85
+"""A cautious search that ends below this share of the budget, with peaks of gradients, was held back by them."""
+_MOSTLY_GRADIENTS = 2.0
+"""Up to so many times the gradients' bytes, a step consists mostly of them."""
 _RETRIED = 1.005
 """A trial in which the allocator retried with nothing left in its cache counts as this many budgets at least."""
 
@@ -188,6 +192,8 @@ def measure_sizes(
     if objective == "throughput" and all(search.sizes):
         _choose(search, runner, memory, throughput_share, book, on_trial)
     num_trials = book.num_trials
+    if cautious:
+        _warn_if_held_back(search, book)
     if num_soak_steps and all(search.sizes):
         cap_bytes = budget_bytes + fragmenting_bytes
         _soak(search, runner, memory, cap_bytes, num_soak_steps, book, on_trial, fragments=fragments)
@@ -199,6 +205,24 @@ def measure_sizes(
         num_retries=book.num_retries,
         search_s=time.monotonic() - started,
     )
+
+
+def _warn_if_held_back(search: Search, book: _Book) -> None:
+    """Say so where gradients, which fill small batches, kept a cautious search from larger sizes."""
+    for k, size in enumerate(search.sizes):
+        peak_bytes = book.bucket(k, size).peak_bytes
+        if 0 < size < search.max_size and peak_bytes is not None and peak_bytes < _HELD_BACK * search.budget_bytes:
+            if _MOSTLY_GRADIENTS * search.gradient_bytes < peak_bytes - search.resident_bytes:
+                continue  # activations, of which one more example has many
+            logger.warning(
+                "gradients fill most of a step with %d examples of bucket %d and hide what examples take, so that no "
+                "larger size is surely safe in lock-step, although this one takes %.0f%% of the budget only; give "
+                "bucket_batch_size a list of sizes, or the step more memory",
+                size,
+                k,
+                100 * peak_bytes / search.budget_bytes,
+            )
+            return
 
 
 def _search(

@@ -9,10 +9,11 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from simulated_card import AED, CTC, Card, grid, noise_for, one_d, two_d
+from simulated_card import AED, CTC, GB, Card, grid, noise_for, one_d, two_d
 
 from lhotse_oomfit.calibration import Measurement, measure_sizes
 from lhotse_oomfit.memory import Usage
+from lhotse_oomfit.peak_model import BucketShape
 from lhotse_oomfit.trial import Trial
 
 
@@ -244,3 +245,15 @@ def test_an_allocator_that_fragments_is_measured_by_what_it_allocates_and_may_re
     assert found.num_retries > 0
     for k, size in enumerate(sizes_of(found)):
         assert 0.96 * card.largest(k) - 1 <= size <= card.largest(k)
+
+
+def test_a_cautious_search_that_gradients_hold_back_says_so(caplog):
+    shapes = [BucketShape(input_len=float(t)) for t in (10, 20, 30)]
+    card = Card(shapes=shapes, coefficients=(0.0, 1e6, 0.0, 0.0, 0.0), gradients=9 * GB, budget=20 * GB)
+    found = measure(Device(card), cautious=True)
+    assert max(sizes_of(found)) < 10
+    assert "gradients fill most of a step with" in caplog.text
+    caplog.clear()
+    card = Card(shapes=shapes, coefficients=(0.0, 1e6, 0.0, 0.0, 0.0), budget=20 * GB)
+    measure(Device(card), cautious=True)
+    assert not caplog.records
