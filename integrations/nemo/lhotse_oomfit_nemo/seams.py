@@ -127,7 +127,9 @@ def install() -> None:
         ("get_lhotse_sampler_from_config", _sampler),
     ):
         if callable(getattr(loading, name, None)):
-            setattr(loading, name, wrap(loading, getattr(loading, name), require))
+            replacement: Any = wrap(loading, getattr(loading, name), require)
+            replacement.__wrapped__ = getattr(loading, name)
+            setattr(loading, name, replacement)
     if hasattr(model_class, "_update_dataset_config"):
         model_class._update_dataset_config = _update(model_class._update_dataset_config, require)
 

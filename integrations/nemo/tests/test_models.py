@@ -12,31 +12,44 @@ from conftest import Corpus
 from hydra import compose, initialize_config_dir
 from lhotse_oomfit_nemo.finder import NemoBatchSizeFinder
 from lhotse_oomfit_nemo.schema import SchemaBatches
+from nemo.collections.asr import models
 from nemo.collections.asr.models import ASRModel, EncDecCTCModelBPE
+from nemo.collections.common.tokenizers.canary_tokenizer import CanaryTokenizer
+from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf
 
 from lhotse_oomfit.errors import InvalidArgumentError
 
+SMALL = {"oomfit_memory_limit": "250MiB", "oomfit_max_batch_size": 4, "oomfit_cache": False}
 CONFIGS = str(Path(__file__).parent / "conf")
+
+
+@pytest.fixture(autouse=True)
+def forget_restored_models() -> None:
+    """NeMo remembers in one place for all the file that a model came from; the next model would look into it."""
+    AppState().model_restore_path = None
+
+
+def small_config(name: str, corpus: Corpus, folder: Path) -> DictConfig:
+    overrides = [f"model.tokenizer.dir={corpus.tokenizer}"]
+    if name == "aed":
+        special = folder / "special_tokens"
+        CanaryTokenizer.build_special_tokenizer(["translate", "transcribe", "en", "es"], str(special))
+        overrides = [f"model.tokenizer.langs.en.dir={corpus.tokenizer}"]
+        overrides += [f"model.tokenizer.langs.spl_tokens.dir={special}", "spl_tokens.model_dir=none"]
+    with initialize_config_dir(CONFIGS, version_base=None):
+        cfg = compose(name, overrides=[f"record_dir={folder}", *overrides])
+    OmegaConf.set_struct(cfg, False)
+    cfg.model.train_ds.manifest_filepath = str(corpus.train)
+    cfg.model.validation_ds.manifest_filepath = str(corpus.validation)
+    cfg.model.train_ds.update(use_bucketing=True, bucket_batch_size="auto", num_buckets=2, **SMALL)
+    cfg.trainer.update(max_steps=1, limit_val_batches=0)
+    return cfg
 
 
 @pytest.fixture
 def config(corpus: Corpus, tmp_path: Path) -> DictConfig:
-    with initialize_config_dir(CONFIGS, version_base=None):
-        cfg = compose("ctc", overrides=[f"record_dir={tmp_path}", f"model.tokenizer.dir={corpus.tokenizer}"])
-    OmegaConf.set_struct(cfg, False)
-    cfg.model.train_ds.manifest_filepath = str(corpus.train)
-    cfg.model.validation_ds.manifest_filepath = str(corpus.validation)
-    cfg.model.train_ds.update(
-        use_bucketing=True,
-        bucket_batch_size="auto",
-        num_buckets=2,
-        oomfit_memory_limit="250MiB",
-        oomfit_max_batch_size=4,
-        oomfit_cache=False,
-    )
-    cfg.trainer.max_steps = 1
-    return cfg
+    return small_config("ctc", corpus, tmp_path)
 
 
 def finders(trainer: Any) -> list[NemoBatchSizeFinder]:
@@ -114,3 +127,92 @@ def test_batches_come_from_the_models_schema_on_request(config: DictConfig) -> N
 def test_a_model_without_a_schema_says_so() -> None:
     with pytest.raises(InvalidArgumentError, match="must find an oomptimizer_schema on the model, Linear has none"):
         SchemaBatches(torch.nn.Linear(1, 1), sampling_rate=16000)
+
+
+def found(model_class: Any, config: DictConfig) -> list[list[int]]:
+    """The sizes of each sampler, after a training of one step."""
+    trainer = pl.Trainer(**config.trainer)
+    trainer.fit(model_class(cfg=config.model, trainer=trainer))
+    assert trainer.global_step == 1
+    return [list(profile.bucket_batch_size) for profile in finders(trainer)[0].profiles]
+
+
+def test_a_model_of_characters_trains(config: DictConfig) -> None:
+    labels = list(" abcdefghijklmnopqrstuvwxyz'")
+    del config.model["tokenizer"]
+    config.model.labels = labels
+    config.model.decoder.update(vocabulary=labels, num_classes=len(labels))
+    for section in (config.model.train_ds, config.model.validation_ds):
+        section.labels = labels
+    assert found(models.EncDecCTCModel, config) == [[4, 4]]
+
+
+def test_a_hybrid_with_a_prompt_whose_schema_is_wrong_trains(corpus: Corpus, tmp_path: Path) -> None:
+    config = small_config("hybrid", corpus, tmp_path)
+    prompt = {"num_prompts": 128, "prompt_dictionary": {"en": 0}, "initialize_prompt_feature": True}
+    config.model.initialize_prompt_feature = True
+    config.model.model_defaults.update(prompt)
+    for section in (config.model.train_ds, config.model.validation_ds):
+        section.update(prompt, prompt_field="target_lang", subsampling_factor=8, window_stride=0.01)
+    config.model.train_ds.max_duration = 2.5
+    assert found(models.EncDecHybridRNNTCTCBPEModelWithPrompt, config) == [[4, 4]]
+
+
+def test_a_self_supervised_model_trains(config: DictConfig) -> None:
+    model = config.model
+    del model["tokenizer"], model["interctc"]
+    model.model_defaults = {"subsampling_factor": 8, "enc_hidden": 64, "decoder_out_channels": 128}
+    model.decoder = {
+        "_target_": "nemo.collections.asr.modules.ConvASRDecoderReconstruction",
+        "feat_in": 64,
+        "feat_hidden": 128,
+        "feat_out": 128,
+        "stride_layers": 0,
+        "non_stride_layers": 0,
+        "stride_transpose": False,
+    }
+    model.spec_augment = {
+        "_target_": "nemo.collections.asr.modules.MaskedPatchAugmentation",
+        "freq_masks": 3,
+        "freq_width": 20,
+        "patch_size": 16,
+        "mask_patches": 0.5,
+    }
+    model.loss = {
+        "_target_": "nemo.collections.asr.losses.ContrastiveLoss",
+        "in_dim": 80,
+        "proj_dim": 128,
+        "combine_time_steps": 8,
+        "quantized_targets": True,
+        "codebook_size": 30,
+        "num_groups": 2,
+        "num_negatives": 5,
+        "sample_from_same_utterance_only": True,
+        "sample_from_non_masked": False,
+    }
+    assert found(models.SpeechEncDecSelfSupervisedModel, config) == [[4, 4]]
+
+
+def test_an_encoder_decoder_trains_in_buckets_of_seconds_and_tokens(corpus: Corpus, tmp_path: Path) -> None:
+    config = small_config("aed", corpus, tmp_path)
+    config.model.train_ds.update(bucket_duration_bins=[[2.5, 30], [2.5, 60], [5, 60], [5, 120]], max_tps=[25.0] * 4)
+    assert found(models.EncDecMultiTaskModel, config) == [[4, 4, 4, 4]]
+
+
+@pytest.mark.parametrize("fusion", ["round_robin", "zip"])
+def test_several_configs_train(config: DictConfig, corpus: Corpus, fusion: str) -> None:
+    part = {"manifest_filepath": str(corpus.train), "sample_rate": 16000, "use_bucketing": True, "num_buckets": 2}
+    config.model.train_ds = {
+        "use_lhotse": True,
+        "multi_config": True,
+        "sampler_fusion": fusion,
+        "seed": 0,
+        "shard_seed": 0,
+        "shuffle": True,
+        "num_workers": 0,
+        "bucket_batch_size": "auto",
+        **SMALL,
+        "short": part | {"max_duration": 2.5},
+        "long": part | {"min_duration": 2.5, "max_duration": 6},
+    }
+    assert found(EncDecCTCModelBPE, config) == [[4, 4], [4, 4]]
