@@ -553,7 +553,7 @@ def test_an_unknown_recalibrate_is_refused(monkeypatch):
 
 
 def test_an_option_that_does_not_exist_is_refused():
-    with pytest.raises(TypeError, match="memory_fractoin"):
+    with pytest.raises(InvalidArgumentError, match=r"'memory_fractoin' is no option.*did you mean 'memory_fraction'"):
         run(memory_fractoin=0.5)
 
 

@@ -161,13 +161,13 @@ def test_a_resumed_run_that_calibrates_always_goes_on_exactly(tmp_path: Path) ->
 def wakes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The steps that calibrations took to make an optimizer allocate its state."""
     taken: list[Any] = []
-    wake = job.wake_optimizers
+    wake = rehearsal.wake_optimizers
 
     def noted(*args: Any) -> Any:
         taken.append(args)
         return wake(*args)
 
-    monkeypatch.setattr(job, "wake_optimizers", noted)
+    monkeypatch.setattr(rehearsal, "wake_optimizers", noted)
     return taken
 
 
