@@ -20,7 +20,7 @@ from tiny_asr import TinyDataset, TinyModel, tiny_cuts, tiny_sampler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lhotse_oomfit import calibrate, job
+from lhotse_oomfit import calibrate, rehearsal
 
 pytestmark = [
     pytest.mark.timeout(240),
