@@ -1,6 +1,6 @@
 """One rank by itself, in a job of several.
 
-Inside a trial the measuring rank must not meet its peers either: model code asks ``torch.distributed`` how long the
+Inside a trial the measuring rank must not meet its peers: model code asks ``torch.distributed`` how long the
 longest input of all ranks is (NeMo's ConformerEncoder) or averages batch statistics (SyncBatchNorm). So its default
 process group is a group of one rank for that while, see :func:`alone`.
 """
