@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from lhotse_oomfit.errors import CalibrationError, LockStepMemoryError, RankFailedError
 from lhotse_oomfit.memory import MemoryBackend
-from lhotse_oomfit.ranks import Failure, StoreRanks
+from lhotse_oomfit.ranks import Failure, StoreRanks, first_line, lost_store
 from lhotse_oomfit.solitude import unbound
 from lhotse_oomfit.trial import TrainingStep, Trial, TrialRunner, Verdict, judge
 
@@ -103,11 +103,7 @@ class Crew:
                 if failure is None:
                     time.sleep(0.1)
         except (RuntimeError, ConnectionError) as error:
-            lost = str(error).partition("\n")[0]
-            return RankFailedError(
-                f"rank {self.rank} lost the connection to the job's store in a trial that all ranks run together, "
-                f"which usually means that the process serving it died ({lost}); see its log"
-            )
+            return lost_store(self.rank, error, where=" in a trial that all ranks run together")
         if failure is None:
             return RankFailedError(f"another rank than {self.rank} died in a trial that all ranks run together")
         self._ranks.acknowledge()
@@ -193,8 +189,7 @@ def _ask(ranks: StoreRanks, stop: threading.Event, said: queue.Queue[Failure | N
             if failure is not None:
                 return
     except (RuntimeError, ConnectionError) as error:
-        text = str(error).partition("\n")[0]
-        said.put(_told(ranks, 0, f"the connection to the job's store is lost ({text})"))
+        said.put(_told(ranks, 0, f"the connection to the job's store is lost ({first_line(error)})"))
 
 
 def _told(ranks: StoreRanks, rank: int, error: str) -> Failure:

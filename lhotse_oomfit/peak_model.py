@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog, nnls
 
-__all__ = ["BucketShape", "PeakModel", "chord_at"]
+__all__ = ["BucketShape", "PeakModel", "chord_at", "lighter_than", "monotone"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,21 @@ class BucketShape:
     def dominates(self, other: BucketShape) -> bool:
         """Whether every example that fits in `other` also fits in this shape."""
         return self.input_len >= other.input_len and self.output_len >= other.output_len
+
+
+def lighter_than(shapes: Sequence[BucketShape]) -> list[list[int]]:
+    """For each shape the indexes of those that it dominates, itself among them."""
+    return [[j for j, other in enumerate(shapes) if shape.dominates(other)] for shape in shapes]
+
+
+def monotone(sizes: Sequence[int], lighter: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The sizes, none larger than one whose examples all fit in its own bucket; 0 says that nothing fits, and no more.
+
+    :param lighter: of :func:`lighter_than`.
+    """
+    return tuple(
+        min([size, *(sizes[j] for j in others if sizes[j] > 0)]) for size, others in zip(sizes, lighter, strict=True)
+    )
 
 
 class PeakModel:

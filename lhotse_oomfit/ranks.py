@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lhotse_oomfit.errors import LockStepMemoryError, RankFailedError, UnsupportedStrategyError
 
-__all__ = ["Failure", "Ranks", "SingleRank", "StoreRanks", "current_ranks"]
+__all__ = ["Failure", "Ranks", "SingleRank", "StoreRanks", "current_ranks", "first_line", "lost_store"]
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class StoreRanks:
         try:
             failure = self.failure()
         except (RuntimeError, ConnectionError) as error:
-            raise self._lost(error) from error
+            raise lost_store(self.rank, error) from error
         if failure is not None:
             self.acknowledge()
             raise self._failed(failure)
@@ -212,20 +212,13 @@ class StoreRanks:
             if self.fail(failure) == failure:  # else another one came first, and waits itself
                 self._wait_for_readers(_FAILED, self._others, seconds=_FAREWELL_S)
         except (RuntimeError, ConnectionError) as lost:  # the process that serves the store is gone as well
-            logger.warning("the other ranks can't be told that this one failed: %s", _first_line(lost))
+            logger.warning("the other ranks can't be told that this one failed: %s", first_line(lost))
 
     def _failed(self, failure: Failure) -> RankFailedError:
         return RankFailedError(
             f"rank {failure.rank} failed while rank {self.rank} waited for it: {failure.error}",
             rank=failure.rank,
             cause=failure.error,
-        )
-
-    def _lost(self, error: object) -> RankFailedError:
-        text = _first_line(error) if isinstance(error, BaseException) else error
-        return RankFailedError(
-            f"rank {self.rank} lost the connection to the job's store, which usually means that the process serving "
-            f"it died ({text}); see its log"
         )
 
     @property
@@ -248,7 +241,7 @@ class StoreRanks:
             self._store.set(key, json.dumps(result))
             missing = self._wait_for_readers(key, readers, seconds=self._timeouts.heartbeat_s)
         except (RuntimeError, ConnectionError) as error:
-            raise self._lost(error) from error
+            raise lost_store(self.rank, error) from error
         if missing:
             silent = RankFailedError(
                 f"rank {missing[0]} did not read what rank {self.rank} found within "
@@ -278,7 +271,7 @@ class StoreRanks:
             try:
                 self._store.add(f"heart/{self.rank}", 1)
             except (RuntimeError, ConnectionError) as error:
-                logger.warning("the heartbeat to the waiting ranks failed: %s", _first_line(error))
+                logger.warning("the heartbeat to the waiting ranks failed: %s", first_line(error))
                 return
             stop.wait(interval_s)
 
@@ -326,7 +319,7 @@ class StoreRanks:
                 stop.wait(pause_s)
                 pause_s = min(1.02 * pause_s, _POLL_MOST_S)
         except (RuntimeError, ConnectionError) as error:
-            inbox.put(("lost", _first_line(error)))
+            inbox.put(("lost", first_line(error)))
 
     def _listen(self, inbox: queue.Queue[tuple[str, str]], leader: int) -> str:
         started = last_log = last_poll = time.monotonic()
@@ -346,7 +339,7 @@ class StoreRanks:
             if what == "beat":
                 last_beat = now
             if what == "lost":
-                raise self._lost(text)
+                raise lost_store(self.rank, text)
             silent_s = now - min(last_poll, last_beat or last_poll)
             if silent_s > self._timeouts.heartbeat_s:
                 raise RankFailedError(
@@ -371,8 +364,20 @@ class StoreRanks:
                 logger.info("waiting for rank %s to calibrate (%.0f s so far)", leader, now - started)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: object) -> str:
+    """The first line of an error's text; torch's go on with a trace of C++."""
     return str(error).partition("\n")[0]
+
+
+def lost_store(rank: int, error: object, *, where: str = "") -> RankFailedError:
+    """The error that says that this rank can no longer reach the store.
+
+    :param error: what asking it raised, or the text of that.
+    """
+    return RankFailedError(
+        f"rank {rank} lost the connection to the job's store{where}, which usually means that the process serving it "
+        f"died ({first_line(error)}); see its log"
+    )
 
 
 def _failure(text: bytes | str) -> Failure:
@@ -439,10 +444,7 @@ def _own_store(shared: Any, prefix: str, *, heartbeat_s: float, total_s: float) 
                 f"killed, stopped or hangs: see its log"
             ) from None
         if isinstance(answer, Exception):
-            raise RankFailedError(
-                f"rank {dist.get_rank()} lost the connection to the job's store, which usually means that the process "
-                f"serving it died ({_first_line(answer)}); see its log"
-            ) from answer
+            raise lost_store(dist.get_rank(), answer) from answer
         if answer is not None:
             return answer
     raise RankFailedError(f"rank 0 did not begin to calibrate within {total_s:g} s (calibration_timeout)")

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from lhotse_oomfit.calibration import wake_optimizers
 from lhotse_oomfit.errors import CalibrationError
 from lhotse_oomfit.journal import Observation
@@ -15,7 +13,7 @@ from lhotse_oomfit.lockstep import Crew, LockStepRunner
 from lhotse_oomfit.memory import MemoryBackend, Usage
 from lhotse_oomfit.profile import format_bytes
 from lhotse_oomfit.snapshot import leave_no_trace
-from lhotse_oomfit.training import Training, forget_trials, must_wake, parts_of
+from lhotse_oomfit.training import Training, forget_trials, hold_gradients, must_wake, parts_of
 from lhotse_oomfit.trial import Trial, TrialRunner
 
 __all__ = ["observation_of", "rehearsal", "resident_bytes", "trial_of"]
@@ -65,9 +63,7 @@ def rehearsal(
                         f"of {format_bytes(budget_bytes)}; raise memory_fraction or memory_limit"
                     )
             if keep_gradients:
-                for parameter in training.module.parameters():
-                    if parameter.requires_grad:
-                        parameter.grad = torch.zeros_like(parameter)
+                hold_gradients(training.module)
             if crew is None:
                 yield TrialRunner(step=step, memory=memory, make_batch=make_batch, keep_gradients=keep_gradients)
             else:

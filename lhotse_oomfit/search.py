@@ -30,7 +30,7 @@ from typing import Literal
 
 from lhotse_oomfit.ceilings import Ceilings, middle
 from lhotse_oomfit.errors import InvalidArgumentError
-from lhotse_oomfit.peak_model import BucketShape, PeakModel, chord_at
+from lhotse_oomfit.peak_model import BucketShape, PeakModel, chord_at, lighter_than, monotone
 from lhotse_oomfit.probe_order import anchors, corners, heaviest_first, is_2d, spread_out
 
 __all__ = ["BucketShape", "Probe", "Search"]
@@ -160,7 +160,7 @@ class Search:
         self._buckets = [_Bucket(fails=max_size + 1) for _ in shapes]
         self._ceilings = Ceilings(shapes)
         self._heaviest_first = heaviest_first(shapes)
-        self._lighter = [[j for j, other in enumerate(shapes) if shape.dominates(other)] for shape in shapes]
+        self._lighter = lighter_than(shapes)
         self._anchors = anchors(shapes)
         # The anchors first: between verified extremes the model interpolates.
         self._verify_order = list(dict.fromkeys([*self._anchors, *self._heaviest_first]))
@@ -251,10 +251,7 @@ class Search:
     def sizes(self) -> tuple[int, ...]:
         """The largest verified (or predicted) size of each bucket, made monotone; 0 where not even one example fits."""
         found = [self._predicted_size(k) if self.is_predicted(k) else b.fits for k, b in enumerate(self._buckets)]
-        return tuple(
-            min([size, *(found[j] for j in lighter if found[j] > 0)])
-            for size, lighter in zip(found, self._lighter, strict=True)
-        )
+        return monotone(found, self._lighter)
 
     def is_predicted(self, bucket: int) -> bool:
         """Whether the size of `bucket` is only predicted: no step of it runs, by what is known now."""

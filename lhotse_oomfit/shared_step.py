@@ -28,10 +28,10 @@ from lhotse_oomfit.fingerprint import Fingerprint
 from lhotse_oomfit.job import Job
 from lhotse_oomfit.joint import Choice, JointBatches, Member
 from lhotse_oomfit.options import CalibrationOptions
+from lhotse_oomfit.peak_model import BucketShape, lighter_than, monotone
 from lhotse_oomfit.profile import Profile, format_bytes, parse
 from lhotse_oomfit.ranks import Ranks, current_ranks
 from lhotse_oomfit.sampler import CalibratedBucketingSampler
-from lhotse_oomfit.search import BucketShape
 from lhotse_oomfit.shapes import WorstCases, shape_label
 from lhotse_oomfit.snapshot import leave_no_trace
 from lhotse_oomfit.solitude import alone
@@ -373,9 +373,7 @@ def _shrunk(sizes: list[int], shapes: Sequence[BucketShape], bucket: int, share:
     """All sizes times `share`, that of `bucket` by at least one example; they never grow with length."""
     smaller = [max(math.ceil(size * share), 1) for size in sizes]
     smaller[bucket] = max(min(int(sizes[bucket] * share), sizes[bucket] - 1), 1)
-    return [
-        min(size for size, other in zip(smaller, shapes, strict=True) if shape.dominates(other)) for shape in shapes
-    ]
+    return list(monotone(smaller, lighter_than(shapes)))
 
 
 def _resized(bucket: MeasuredBucket, size: int, resident_bytes: int, beside_bytes: int) -> MeasuredBucket:

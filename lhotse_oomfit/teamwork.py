@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lhotse_oomfit.calibration import MeasuredBucket, Measurement
-from lhotse_oomfit.search import BucketShape
+from lhotse_oomfit.peak_model import BucketShape, lighter_than, monotone
 
 __all__ = ["decode", "encode", "merge_each", "merge_shares", "share_out"]
 
@@ -71,10 +71,7 @@ def _combined(made: Sequence[Measurement], buckets: Sequence[MeasuredBucket]) ->
 
 def _monotone(buckets: Sequence[MeasuredBucket], shapes: Sequence[BucketShape]) -> list[MeasuredBucket]:
     """No bucket gets a larger size than one whose examples all fit in its own."""
-    sizes = [
-        min([bucket.size, *(o.size for o, s in zip(buckets, shapes, strict=True) if o.size and shape.dominates(s))])
-        for bucket, shape in zip(buckets, shapes, strict=True)
-    ]
+    sizes = monotone([bucket.size for bucket in buckets], lighter_than(shapes))
     return [
         bucket if bucket.size == size else replace(bucket, size=size, peak_bytes=None, step_s=None)
         for bucket, size in zip(buckets, sizes, strict=True)
