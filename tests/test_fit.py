@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from tiny_asr import (
     TinyDataset,
     TinyModel,
     fingerprint_of_state,
+    largest_that,
     tiny_cut,
     tiny_cuts,
     tiny_optimizer,
@@ -122,14 +124,8 @@ def test_sizes_match_a_brute_force_search_in_eight_buckets():
 
     truth = []
     for edge, size in zip(edges, profile.bucket_batch_size, strict=True):
-        low, high = 0, 2
-        while fits(edge, high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(edge, middle) else (low, middle)
-        truth.append(low)
-        assert min(int(0.97 * low), low - 1) <= size <= low
+        truth.append(largest_that(partial(fits, edge)))
+        assert min(int(0.97 * truth[-1]), truth[-1] - 1) <= size <= truth[-1]
     assert sum(size > 32 for size in truth) >= 5
     assert profile.num_trials <= 1.5 * len(edges)
     assert profile.num_ooms == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,16 @@ import torch
 from lhotse import CutSet
 from processes import results, run_ranks
 from test_lightning import Recogniser, finder, loader_for, pl, trainer_for  # skips without Lightning
-from tiny_asr import FEATURES, TinyDataset, TinyModel, fingerprint_of_state, tiny_cut, tiny_cuts, tiny_sampler
+from tiny_asr import (
+    FEATURES,
+    TinyDataset,
+    TinyModel,
+    fingerprint_of_state,
+    largest_that,
+    tiny_cut,
+    tiny_cuts,
+    tiny_sampler,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -117,16 +127,7 @@ def largest_sizes(gan: Any, optimizers: Any, budget_bytes: int, edges: list[floa
             return False
         return True
 
-    found = []
-    for edge in edges:
-        low, high = 0, 2
-        while fits(edge, high):
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(edge, middle) else (low, middle)
-        found.append(low)
-    return found
+    return [largest_that(partial(fits, edge)) for edge in edges]
 
 
 # A plain loop

@@ -139,12 +139,8 @@ def test_steps_without_the_optimizer_need_no_copy_of_the_parameters() -> None:
     assert training.train(6) == expected
 
 
-def test_without_a_step_no_parameter_and_no_optimizer_state_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training()
-    training.train(1)
-    training.step.zero_grad()
-    large = {p.data_ptr() for p in training.model.parameters()}
-    large |= {s["exp_avg"].data_ptr() for s in training.optimizer.state.values()}
+def noted_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where the tensors are that are copied from now on."""
     copied: list[int] = []
     original = torch.Tensor.to
 
@@ -154,6 +150,16 @@ def test_without_a_step_no_parameter_and_no_optimizer_state_is_copied(monkeypatc
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(torch.Tensor, "to", to)
+    return copied
+
+
+def test_without_a_step_no_parameter_and_no_optimizer_state_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training()
+    training.train(1)
+    training.step.zero_grad()
+    large = {p.data_ptr() for p in training.model.parameters()}
+    large |= {s["exp_avg"].data_ptr() for s in training.optimizer.state.values()}
+    copied = noted_copies(monkeypatch)
     training.snapshot(parameters=False)
     assert copied
     assert not large & set(copied)
@@ -195,15 +201,7 @@ def test_with_parameters_alone_kept_those_that_a_step_clamps_are_restored_and_no
     training.train(1)
     before = [p.detach().clone() for p in training.model.parameters()]
     of_state = {s["exp_avg"].data_ptr() for s in training.optimizer.state.values()}
-    copied: list[int] = []
-    original = torch.Tensor.to
-
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if kwargs.get("copy"):
-            copied.append(self.data_ptr())
-        return original(self, *args, **kwargs)
-
-    monkeypatch.setattr(torch.Tensor, "to", to)
+    copied = noted_copies(monkeypatch)
     with leave_no_trace(training.model, [training.optimizer], optimizer_state=False), torch.no_grad():
         for parameter in training.model.parameters():
             parameter.clamp_(-0.001, 0.001)

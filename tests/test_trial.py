@@ -484,17 +484,21 @@ def test_an_out_of_memory_error_that_the_step_swallowed_still_counts() -> None:
     assert trial.error == "1 failed allocation, which the training step caught itself"
 
 
-def test_cycles_that_a_step_leaves_behind_are_collected() -> None:
-    class Node:
-        pass
+class Node:
+    """Refers to itself."""
 
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def leaving_a_cycle() -> tuple[Callable[[Any], None], weakref.WeakSet[Node]]:
+    """A step that leaves a cycle behind, and those of them that are alive."""
     alive = weakref.WeakSet[Node]()
+    return (lambda batch: alive.add(Node())), alive
 
-    def forward_backward(batch: Any) -> None:
-        node = Node()
-        node.itself = node  # type: ignore[attr-defined]
-        alive.add(node)
 
+def test_cycles_that_a_step_leaves_behind_are_collected() -> None:
+    forward_backward, alive = leaving_a_cycle()
     gc.disable()
     try:
         runner_for(forward_backward, backend_for("cpu", memory_limit="1MiB")).run(0, 1)
@@ -505,16 +509,7 @@ def test_cycles_that_a_step_leaves_behind_are_collected() -> None:
 
 
 def test_cycles_are_collected_after_each_step_although_the_cache_stays() -> None:
-    class Node:
-        pass
-
-    alive = weakref.WeakSet[Node]()
-
-    def forward_backward(batch: Any) -> None:
-        node = Node()
-        node.itself = node  # type: ignore[attr-defined]
-        alive.add(node)
-
+    forward_backward, alive = leaving_a_cycle()
     card = FakeCard()
     runner = runner_for(forward_backward, card)
     for _ in range(5):

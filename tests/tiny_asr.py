@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -148,6 +148,17 @@ def train(
         scheduler.step()
         losses.append(loss.item())
     return losses
+
+
+def largest_that(fits: Callable[[int], bool]) -> int:
+    """The largest size that fits, by doubling and bisection; 0 if not even one example does."""
+    low, high = 0, 2
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def fingerprint_of_state(*holders: Any) -> dict[str, Any]:
