@@ -48,13 +48,16 @@ def compare(tiled: Any, real: Any, *, integers: bool = True) -> str | None:
     return _compare(tiled, real, "batch", values=True, integers=integers)
 
 
-def exceeds(real: Shape, worst: Shape) -> str | None:
-    """Say where a real batch is larger than the worst case of as many examples; None where it's dominated."""
+def exceeds(real: Shape, worst: Shape, *, tolerance: float = 0.0) -> str | None:
+    """Say where a real batch is larger than the worst case of as many examples; None where it's dominated.
+
+    :param tolerance: an excess of up to this share of the worst case is none.
+    """
     for path, shape in real.items():
         limit = worst.get(path)
         if limit is None or len(limit) != len(shape):
             continue  # another structure, which same_structure() tells of
-        if any(size > most for size, most in zip(shape, limit, strict=True)):
+        if any(size > most * (1.0 + tolerance) for size, most in zip(shape, limit, strict=True)):
             return f"{path} has shape {shape}, the worst case {limit}"
     return None
 

@@ -258,3 +258,11 @@ def test_a_larger_real_batch_is_told_by_its_place() -> None:
     assert exceeds(real, worst) == "batch['x'] has shape (3, 5), the worst case (3, 4)"
     assert exceeds(worst, real) is None
     assert exceeds(real, largest(worst, shape_of({"x": torch.ones(2, 6)}))) is None
+
+
+def test_an_excess_within_the_tolerance_is_none() -> None:
+    worst = shape_of({"x": torch.ones(3, 16000)})
+    assert exceeds(shape_of({"x": torch.ones(3, 16015)}), worst, tolerance=0.001) is None
+    assert exceeds(shape_of({"x": torch.ones(3, 16017)}), worst, tolerance=0.001) is not None
+    few = shape_of({"x": torch.ones(3, 40)})
+    assert exceeds(shape_of({"x": torch.ones(3, 41)}), few, tolerance=0.001) is not None
