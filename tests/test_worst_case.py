@@ -746,22 +746,19 @@ def test_real_batches_that_are_heavier_are_warned_of(audio_cuts: list[Any], capl
     assert "batch['extra'] has shape" in caplog.text
 
 
+@pytest.mark.parametrize(("num_more", "warns"), [(1, False), (1000, True)])
 def test_a_file_with_a_sample_more_than_its_manifest_says_is_no_heavier(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    audio_cuts: list[Any], caplog: pytest.LogCaptureFixture, num_more: int, warns: bool
 ) -> None:
-    cuts = make_cuts(tmp_path, 5)
-
     def collate(cuts: CutSet) -> Any:
         batch = padded(cuts)
         if all("-worst" not in cut.id for cut in cuts):
             batch["audio"] = torch.nn.functional.pad(batch["audio"], (0, num_more))
         return batch
 
-    for num_more, warns in ((1, False), (1000, True)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING):
-            worst(collate, cuts).batch(input_len=2.0, output_len=30, size=2)
-        assert ("a batch of real cuts is larger than the worst case" in caplog.text) is warns
+    with caplog.at_level(logging.WARNING):
+        worst(collate, audio_cuts).batch(input_len=2.0, output_len=30, size=2)
+    assert ("a batch of real cuts is larger than the worst case" in caplog.text) is warns
 
 
 def test_unreadable_cuts_are_passed_over(audio_cuts: list[Any], caplog: pytest.LogCaptureFixture) -> None:
