@@ -53,6 +53,11 @@ class NemoBatchSizeFinder(BucketBatchSizeFinder):
         if self._request is None:
             trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
             return
+        if trainer.strategy.root_device.type == "cpu" and self._request.options.memory_limit is None:
+            raise InvalidArgumentError(
+                "train_ds.oomfit_memory_limit must be given on a CPU, whose memory has no size of its own to fill; add "
+                "for instance ++model.train_ds.oomfit_memory_limit=600MiB"
+            )
         for model in nemo_models(pl_module):
             train_ds = model.cfg.get("train_ds")
             if train_ds is not None and asks_for_auto(train_ds) and not train_ds.get("defer_setup", False):

@@ -25,6 +25,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_FAR = 1.1  # times the longest cut seen: a last bucket up to there would be a tenth too small for the cuts seen
+
 
 class NemoBucketingSampler(CalibratedBucketingSampler):
     """A sampler that knows how its sizes are to be found."""
@@ -52,17 +54,22 @@ def estimated_edges(
 ) -> list[float]:
     """Edges of about equal total lengths from the first `num_cuts`; the last is `max_length` where that is finite.
 
-    NeMo keeps cuts of up to ``max_duration``, of which the first need not hold the longest.
+    NeMo keeps cuts of up to ``max_duration``, of which the first need not hold the longest. Where that is far above
+    all that was seen, what may still come gets a bucket of its own: the size of a bucket is that of its edge.
     """
     sample = list(itertools.islice(cuts, num_cuts))
     if not sample:
         raise EmptySourceError("train_ds has no cut that passes its filters; look at its durations and max_tps")
-    bins = estimate_bins(sample, num_buckets, measure_length=measure_length)
+    longest = max(cut.duration if measure_length is None else measure_length(cut) for cut in sample)
+    is_far = math.isfinite(max_length) and max_length > _FAR * longest and num_buckets > 1
+    bins = estimate_bins(sample, num_buckets - is_far, measure_length=measure_length)
     edges = [edge for edge in bins.edges if isinstance(edge, float)]
     if measure_length is None:
         # Manifests round durations, so a file can hold a few samples more than its edge says.
         edges = sorted({math.ceil(edge * 100.0) / 100.0 for edge in edges})
-    if math.isfinite(max_length) and max_length > edges[-1]:
+    if is_far:
+        edges.append(max_length)
+    elif math.isfinite(max_length) and max_length > edges[-1]:
         edges[-1] = max_length
     logger.info(
         "bucket_duration_bins, estimated from %d cuts: [%s]", len(sample), ", ".join(f"{edge:g}" for edge in edges)

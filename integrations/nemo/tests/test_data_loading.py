@@ -92,8 +92,18 @@ def test_estimated_bins_hold_the_longest_cut(corpus: Corpus, tokenizer: Any) -> 
 
 
 def test_estimated_bins_reach_to_max_duration(corpus: Corpus, tokenizer: Any) -> None:
-    made = loader(corpus, tokenizer, max_duration=12.5)
-    assert made.sampler.bins.edges[-1] == 12.5
+    near = 1.05 * corpus.longest_s
+    edges = loader(corpus, tokenizer, max_duration=near).sampler.bins.edges
+    assert len(edges) == 4
+    assert edges[-1] == near
+
+
+def test_what_is_far_longer_than_the_cuts_seen_gets_a_bucket_of_its_own(corpus: Corpus, tokenizer: Any) -> None:
+    edges = loader(corpus, tokenizer, max_duration=12.5).sampler.bins.edges
+    assert len(edges) == 4
+    assert corpus.longest_s <= edges[2] < corpus.longest_s + 0.011
+    assert edges[3] == 12.5
+    assert loader(corpus, tokenizer, max_duration=12.5, num_buckets=1).sampler.bins.edges == (12.5,)
 
 
 def test_an_empty_source_is_named(corpus: Corpus, tokenizer: Any) -> None:

@@ -124,6 +124,14 @@ def test_batches_come_from_the_models_schema_on_request(config: DictConfig) -> N
     assert (lengths.tolist(), token_lengths.tolist()) == ([24000] * 3, [7] * 3)
 
 
+def test_a_cpu_asks_for_a_limit_by_the_name_that_it_has_in_the_data_section(config: DictConfig) -> None:
+    del config.model.train_ds["oomfit_memory_limit"]
+    trainer = pl.Trainer(**config.trainer)
+    model = EncDecCTCModelBPE(cfg=config.model, trainer=trainer)
+    with pytest.raises(InvalidArgumentError, match=r"add for instance \+\+model.train_ds.oomfit_memory_limit=600MiB"):
+        trainer.fit(model)
+
+
 def test_a_model_without_a_schema_says_so() -> None:
     with pytest.raises(InvalidArgumentError, match="must find an oomptimizer_schema on the model, Linear has none"):
         SchemaBatches(torch.nn.Linear(1, 1), sampling_rate=16000)
