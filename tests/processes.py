@@ -26,14 +26,30 @@ def free_port() -> int:
     return port
 
 
+def start_group(backend: str) -> None:
+    """Join the job's default group; with NCCL on this rank's own card, to which the group is bound."""
+    if backend == "nccl":
+        card = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(card)
+        dist.init_process_group("nccl", device_id=card)
+    else:
+        dist.init_process_group("nccl" if backend == "nccl-unbound" else backend)
+
+
 def _main(
-    rank: int, world_size: int, port: int, work: Callable[..., Any], args: tuple[Any, ...], out: Queue[Any]
+    rank: int,
+    world_size: int,
+    port: int,
+    backend: str,
+    work: Callable[..., Any],
+    args: tuple[Any, ...],
+    out: Queue[Any],
 ) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     try:
-        dist.init_process_group("gloo")
+        start_group(backend)
         result = work(rank, *args)
         out.put((rank, "result", result))
     except BaseException as error:  # noqa: BLE001  the test's own process judges
@@ -44,12 +60,18 @@ def _main(
 
 
 def run_ranks(
-    work: Callable[..., Any], *args: Any, world_size: int = 2, timeout_s: float = 120.0, silent: tuple[int, ...] = ()
+    work: Callable[..., Any],
+    *args: Any,
+    world_size: int = 2,
+    timeout_s: float = 120.0,
+    silent: tuple[int, ...] = (),
+    backend: str = "gloo",
 ) -> dict[int, tuple[str, Any]]:
-    """Run ``work(rank, *args)`` on every rank of a gloo group.
+    """Run ``work(rank, *args)`` on every rank of a group.
 
     :param work: importable (top-level), since processes are spawned.
     :param silent: ranks that are stopped or killed, and so not waited for.
+    :param backend: ``"gloo"``, ``"nccl"`` for a card each, or ``"nccl-unbound"``, which connects when it first must.
     :return: for each rank that said something, ``("result", value)`` or ``("error", text)``; a killed rank is missing.
     """
     # Processes are forked from one that has imported what takes seconds, and done nothing else.
@@ -58,7 +80,7 @@ def run_ranks(
     out = context.Queue()
     port = free_port()
     processes = [
-        context.Process(target=_main, args=(rank, world_size, port, work, args, out), daemon=True)
+        context.Process(target=_main, args=(rank, world_size, port, backend, work, args, out), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:
@@ -87,11 +109,12 @@ def run_ranks(
 _APART = """
 import importlib, sys, traceback
 import torch, torch.distributed as dist
+from processes import start_group
 torch.set_num_threads(1)
-module, name = sys.argv[1].split(":")
-dist.init_process_group("gloo")
+module, name = sys.argv[2].split(":")
+start_group(sys.argv[1])
 try:
-    getattr(importlib.import_module(module), name)(dist.get_rank(), *sys.argv[2:])
+    getattr(importlib.import_module(module), name)(dist.get_rank(), *sys.argv[3:])
 except BaseException:
     traceback.print_exc()
     sys.exit(3)
@@ -99,7 +122,7 @@ except BaseException:
 
 
 def run_apart(
-    work: str, *args: str, folder: Path, world_size: int = 2, timeout_s: float = 60.0
+    work: str, *args: str, folder: Path, world_size: int = 2, timeout_s: float = 60.0, backend: str = "gloo"
 ) -> tuple[list[str], list[int | None]]:
     """Run ``module:function`` on every rank, in processes that may end themselves; a rank that is stopped is killed
     once all others have ended.
@@ -107,6 +130,7 @@ def run_apart(
     :param work: in a module of the tests.
     :param args: passed on as texts, after the rank.
     :param folder: for what the ranks write.
+    :param backend: as for :func:`run_ranks`.
     :return: what each rank wrote, and its exit code; None for one that was stopped.
     """
     port, here = free_port(), Path(__file__).parent
@@ -119,7 +143,7 @@ def run_apart(
         with log.open("w") as out:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-c", _APART, work, *args],
+                    [sys.executable, "-c", _APART, backend, work, *args],
                     env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdout=out,
                     stderr=subprocess.STDOUT,
