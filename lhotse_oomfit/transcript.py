@@ -27,6 +27,7 @@ __all__ = ["fit_output", "scale_output", "scale_time_fields", "spread_alignment"
 
 Measure = Callable[[Cut], "int | None"]
 _TEXT_LIKE = re.compile(r"text|transcri|phon|ipa|caption|answer|target", re.IGNORECASE)
+_LABEL_LIKE = re.compile(r"lang|locale|speaker|gender|task|type|audio|path|file|url|(^|_)id$", re.IGNORECASE)
 
 
 def scale_time_fields(cut: DataCut, ratio: float, laws: Mapping[str, FieldLaw]) -> DataCut:
@@ -218,10 +219,15 @@ def _scaled_strings(
         return custom
     scaled = dict(custom)
     for name, value in custom.items():
-        if isinstance(value, str) and (value == text or _TEXT_LIKE.search(name)):
+        if isinstance(value, str) and (value == text or _names_text(name)):
             separator = script.separator if value == text else learn_script([value]).separator
             scaled[name] = cycle_text(value, math.ceil(len(value) * ratio - 1e-6), separator)
     return scaled
+
+
+def _names_text(name: str) -> bool:
+    """Whether a custom field seems to hold a text, and not a label of it such as ``target_lang``."""
+    return bool(_TEXT_LIKE.search(name)) and not _LABEL_LIKE.search(name)
 
 
 def _with_lengths(cut: DataCut, lengths: Mapping[Field, int]) -> DataCut:

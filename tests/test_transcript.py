@@ -230,6 +230,14 @@ def test_fields_that_the_measure_does_not_count_follow_the_text() -> None:
     assert len(fitted.phones) == 110
 
 
+def test_labels_of_a_text_stay_as_they_are() -> None:
+    labels = {"target_lang": "en", "text_id": "t1", "target_audio": "/data/a.wav", "source_lang": "de"}
+    cut = cut_with("hello there", sup_custom=labels | {"target_text": "hallo du"})
+    custom = scale_output(cut, 2.0, {}).supervisions[0].custom
+    assert len(custom.pop("target_text")) == 16
+    assert custom == labels
+
+
 def test_other_spellings_of_the_text_follow_it() -> None:
     cut = cut_with("hello there", sup_custom={"normalized_text": "HELLO THERE", "corpus": "digits"})
     fitted = fit_output(cut, 44, num_characters, {})
