@@ -149,7 +149,11 @@ def say(begun: float, text: str) -> None:
 def tell(job: Started, path: Path) -> None:
     """The job's figures; of one that failed the end of its log."""
     found = json.loads(path.read_text()) if path.exists() else {}
-    summary = {name: value for name, value in found.items() if not isinstance(value, list)}
+    summary = {
+        name: round(value, 3) if isinstance(value, float) else value
+        for name, value in found.items()
+        if not isinstance(value, (list, dict))
+    }
     print(f"  {json.dumps(summary)[:900]}", flush=True)
     if not found.get("finished"):
         lines = [line for line in job.log.read_text(errors="replace").splitlines() if line.strip()]
