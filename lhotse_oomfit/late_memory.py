@@ -150,32 +150,34 @@ class LateMemory:
 
 
 class _Watch:
-    """Calls :meth:`LateMemory.after` from a hook of an optimizer, and goes away by itself."""
+    """A hook of an optimizer that calls :meth:`LateMemory.after` until that is done, and then does and holds nothing.
 
-    def __init__(self, late: LateMemory, optimizer: torch.optim.Optimizer) -> None:
-        self._late = late
+    It can't go: an optimizer walks through its hooks while it calls them, and fails when one of them is taken out.
+    """
+
+    def __init__(self, late: LateMemory) -> None:
+        self._late: LateMemory | None = late
         self._num_steps = 0
-        self._handle = optimizer.register_step_post_hook(self)
 
     def __call__(self, *args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if self._late is None or torch.compiler.is_compiling():
             return  # there is nothing to see in a step that is being traced, and nothing in it may change
         self._num_steps += 1
         self._late.after(self._num_steps, within_batch=True)
         if self._late.is_done:
-            self._handle.remove()
+            self._late = None
 
 
 def watch_steps(late: LateMemory, optimizers: Iterable[Any]) -> None:
     """Let `late` look after the first steps of a plain loop, by a hook of the first optimizer that is one of torch's.
 
-    The hook is in no pickle and no ``state_dict``, and goes after the fourth step, or after the last look if something
-    stayed until then. A compiled ``step`` isn't watched.
+    The hook is in no pickle and no ``state_dict``, and does nothing after the fourth step, or after the last look if
+    something stayed until then. A compiled ``step`` isn't watched.
     """
     for optimizer in optimizers:
         for layer in unwrapped_optimizers(optimizer):
             if isinstance(layer, torch.optim.Optimizer) and "_optimizer_step_post_hooks" in vars(layer):
-                _Watch(late, layer)
+                layer.register_step_post_hook(_Watch(late))
                 return
 
 

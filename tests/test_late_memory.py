@@ -7,6 +7,7 @@ import functools
 import logging
 import pickle
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -185,9 +186,11 @@ def loop(caplog: Any) -> Any:
     model = TinyModel(width=96)
     optimizer = torch.optim.AdamW(model.parameters())
 
-    def watch(optimizer: Any = optimizer, **options: Any) -> None:
+    def watch(optimizer: Any = optimizer, **options: Any) -> LateMemory:
         training = training_of(model, optimizer)
-        watch_steps(LateMemory(training, **{"budget_bytes": BUDGET, **options}), training.optimizers)
+        late = LateMemory(training, **{"budget_bytes": BUDGET, **options})
+        watch_steps(late, training.optimizers)
+        return late
 
     return model, optimizer, watch
 
@@ -261,7 +264,7 @@ def test_garbage_in_a_cycle_is_not_told(loop, caplog):
 @pytest.mark.parametrize("moves", [False, True], ids=["views", "copies"])
 def test_a_batch_that_many_steps_are_taken_on_is_not_told(loop, caplog, moves):
     model, optimizer, watch = loop
-    watch(budget_bytes=MIB)
+    late = watch(budget_bytes=MIB)
     for _ in range(3):
         batch = batch_of(40)["features"].repeat(6, 1, 1)
         assert batch.nbytes > 5 * MIB
@@ -271,7 +274,7 @@ def test_a_batch_that_many_steps_are_taken_on_is_not_told(loop, caplog, moves):
             optimizer.step()
             optimizer.zero_grad()
     assert told(caplog) == []
-    assert not optimizer._optimizer_step_post_hooks
+    assert late.is_done
 
 
 def test_what_stays_beside_a_batch_that_many_steps_are_taken_on_is_told_by_itself(loop, caplog):
@@ -293,7 +296,8 @@ def test_a_step_of_a_generator_and_several_of_its_critic_on_one_batch_are_not_to
     generator, critic = torch.nn.Conv1d(80, 80, 3, padding=1), torch.nn.Conv1d(80, 1, 3)
     optimizers = [torch.optim.RMSprop(critic.parameters()), torch.optim.RMSprop(generator.parameters())]
     training = training_of(torch.nn.ModuleList([generator, critic]), *optimizers)
-    watch_steps(LateMemory(training, budget_bytes=MIB), training.optimizers)
+    late = LateMemory(training, budget_bytes=MIB)
+    watch_steps(late, training.optimizers)
     for _ in range(8):
         real = torch.randn(16, 80, 1024)
         with torch.no_grad():
@@ -306,7 +310,7 @@ def test_a_step_of_a_generator_and_several_of_its_critic_on_one_batch_are_not_to
         optimizers[1].step()
         optimizers[1].zero_grad()
     assert told(caplog) == []
-    assert not optimizers[0]._optimizer_step_post_hooks
+    assert late.is_done
 
 
 class Encoding(TinyModel):
@@ -362,13 +366,30 @@ def test_an_optimizer_s_own_late_copy_is_not_told_since_trials_woke_it(loop, cap
     assert told(caplog) == []
 
 
-def test_the_hook_is_gone_after_the_fourth_step(loop):
-    model, optimizer, watch = loop
-    watch()
+def test_the_hook_looks_and_holds_nothing_after_the_fourth_step():
+    model = TinyModel()
+    optimizer = torch.optim.AdamW(model.parameters())
+    late = LateMemory(training_of(model, optimizer), budget_bytes=BUDGET)
+    watch_steps(late, [optimizer])
+    held = weakref.ref(late)
+    del late
     run_steps(model, optimizer, num=3, size=2)
-    assert len(optimizer._optimizer_step_post_hooks) == 1
+    assert held() is not None
     run_steps(model, optimizer, num=1, size=2)
-    assert not optimizer._optimizer_step_post_hooks
+    assert held() is None
+    run_steps(model, optimizer, num=3, size=2)
+
+
+def test_other_hooks_of_the_same_optimizer_are_called_at_every_step(loop):
+    model, optimizer, watch = loop
+    called: list[str] = []
+    optimizer.register_step_post_hook(lambda *_: called.append("before"))
+    watch()
+    optimizer.register_step_post_hook(lambda *_: called.append("between"))
+    watch()  # a second calibration of the same optimizer
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    run_steps(model, optimizer, num=6, size=2)
+    assert called == ["before", "between", "after"] * 6
 
 
 def test_the_hook_is_in_no_pickle_copy_or_state_dict(loop):
