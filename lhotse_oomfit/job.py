@@ -366,7 +366,9 @@ class Job:
         chosen = range(len(worst_case.shapes)) if buckets is None else buckets
         shapes = [worst_case.shapes[k] for k in chosen]
         labels = [shape_label(shape) for shape in shapes]
-        num_soak_steps = 8 * len(labels) if options.num_soak_steps is None else options.num_soak_steps
+        num_soak_steps = options.num_soak_steps
+        if num_soak_steps is None:
+            num_soak_steps = max(8 * len(labels), 48)
         make = worst_case.make
         with (
             self._trials(lambda k, size: make(chosen[k], size), crew) as runner,

@@ -31,7 +31,7 @@ class CalibrationOptions:
     :param max_batch_size: no bucket gets a larger size.
     :param num_sample_cuts: how many cuts are read ahead to choose a template and to see how many tokens occur.
     :param num_soak_steps: the most steps of the closing soak on a CUDA card, which ends when a pass over all buckets
-        was clean; None for eight per bucket, 0 for no soak.
+        was clean; None for eight per bucket, but at least 48; 0 for no soak.
     :param mode: ``"verify"`` runs a training step at every bucket's size; ``"fast"`` runs about a fifth of the buckets
         and predicts the others, a few percent smaller.
     :param objective: ``"memory"`` for the largest batches that fit; ``"throughput"`` for the smallest that train nearly

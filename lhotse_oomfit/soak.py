@@ -22,6 +22,9 @@ _SHRINK, _SHRINK_GROWTH, _SHRINK_MOST = 0.03, 1.6, 0.12
 time, up to the last (3%, 5%, 8%, 12%): few steps to a size that is far off, and never far below one that holds."""
 _FAST_SHARE = 0.2
 """Share of the buckets in the first pass in fast mode."""
+_LEAST_STEPS = 24
+"""On an allocator that fragments: whether a step fits depends there on the shapes before it, of which two passes over
+a few buckets show too little."""
 _NUM_NAMED = 10
 
 
@@ -37,8 +40,10 @@ def soak(
 ) -> None:
     """Run passes over all buckets in shuffled order under a hard cap until one is clean; offenders shrink.
 
-    In fast mode the first pass has a fifth of the buckets, and is the last if it is clean. A warning is logged if the
-    steps run out before every bucket of a pass had a clean step at its size.
+    In fast mode the first pass has a fifth of the buckets, and is the last if it is clean. Where an allocator that
+    fragments runs out of memory, the shapes before have as large a part in it as this one: all buckets shrink, and two
+    more passes follow. A warning is logged if the steps run out before every bucket of a pass had a clean step at its
+    size.
 
     :param search: has the sizes, and takes back those that don't hold.
     :param run: one step with so many examples of a bucket, without giving the allocator's cache back.
@@ -54,6 +59,8 @@ def soak(
     num_in_pass, least_passes = num_buckets, 2
     if search.mode == "fast":
         num_in_pass, least_passes = math.ceil(_FAST_SHARE * num_buckets), 1
+    if fragments:
+        least_passes = max(least_passes, math.ceil(_LEAST_STEPS / num_in_pass))
     offences: Counter[int] = Counter()
     held: set[int] = set()  # buckets whose latest step was clean
     num_left, num_passes, is_clean = num_steps, 0, False
@@ -71,17 +78,26 @@ def soak(
                     held.add(k)
                 else:
                     is_clean = False
-                    held.discard(k)
                     if search.cautious:
                         memory.release()  # nothing else keeps what is reserved inside the budget
-                    share = min(_SHRINK * _SHRINK_GROWTH ** offences[k], _SHRINK_MOST)
-                    offences[k] += 1
-                    smaller = min(int(trial.size * (1.0 - share)), trial.size - 1)
-                    logger.info("bucket %s: size %s %s in the soak; going on with %s", k, trial.size, offence, smaller)
-                    if smaller < 1:
+                    offenders = {k}
+                    if fragments and trial.status == "oom":
+                        offenders, least_passes = set(range(num_buckets)), num_passes + 2
+                    smaller = {j: _smaller(search.sizes[j], offences[j]) for j in offenders}
+                    logger.info(
+                        "bucket %s: size %s %s in the soak; going on with %s%s",
+                        k,
+                        trial.size,
+                        offence,
+                        smaller[k],
+                        ", and with less in all others too" if len(offenders) > 1 else "",
+                    )
+                    offences.update(offenders)
+                    held -= offenders
+                    for j, size in smaller.items():
+                        search.lower(j, max(size, 1) + 1)
+                    if smaller[k] < 1:
                         num_left = 0  # more steps change nothing
-                    else:
-                        search.lower(k, smaller + 1)
                 on_trial(trial)
             if not is_clean:
                 num_in_pass = num_buckets  # predicted sizes may be as wrong as those that were seen
@@ -89,6 +105,12 @@ def soak(
                 _warn_of(sorted({*buckets, *offences} - held), num_buckets, num_steps)
                 break
     memory.release()
+
+
+def _smaller(size: int, num_offences: int) -> int:
+    """What an offender goes on with, zero if it can't get smaller."""
+    share = min(_SHRINK * _SHRINK_GROWTH**num_offences, _SHRINK_MOST)
+    return min(int(size * (1.0 - share)), size - 1)
 
 
 def _offence(trial: Trial, limit_bytes: int | None, *, fragments: bool) -> str | None:

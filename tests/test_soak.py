@@ -65,6 +65,7 @@ def soaked(
     jumps: tuple[float, ...] = (0.0, 0.0, 0.0),
     num_soak_steps: int = 90,
     step: Jumping | None = None,
+    fragmenting_bytes: int = 0,
 ) -> tuple[Measurement, list[Trial]]:
     """The outcome, and the trials of the soak."""
     trials: list[Trial] = []
@@ -80,6 +81,7 @@ def soaked(
         headroom_bytes=LIMIT_BYTES - BUDGET_BYTES,
         max_size=100_000,
         num_soak_steps=num_soak_steps,
+        fragmenting_bytes=fragmenting_bytes,
         on_trial=lambda trial, bucket: trials.append(trial),
     )
     assert found.num_trials + found.num_soak_steps == len(trials)
@@ -166,6 +168,40 @@ def test_a_repeated_offender_shrinks_in_growing_steps() -> None:
     ratios = [after / before for before, after in itertools.pairwise(tried)]
     assert ratios[:5] == pytest.approx([0.97, 0.952, 0.923, 0.88, 0.88], abs=0.008)
     assert soak[-1].status == "fits"
+
+
+class Fragmenting(Jumping):
+    """Under the hard cap, needs this much more after a step of another bucket in the same order."""
+
+    def __init__(self, memory: CpuMemory, pair: tuple[int, int], more: float) -> None:
+        super().__init__(memory, (0.0, 0.0, 0.0))
+        self.pair, self.more = pair, more
+        self.before = -1
+
+    def forward_backward(self, batch: tuple[int, int]) -> None:
+        pair, self.before = (self.before, batch[0]), batch[0]
+        self.jumps = tuple(self.more if pair == self.pair and k == batch[0] else 0.0 for k in range(3))
+        super().forward_backward(batch)
+
+
+def test_an_allocator_that_fragments_is_soaked_for_longer() -> None:
+    found, _ = soaked(CpuMemory(limit_bytes=LIMIT_BYTES), fragmenting_bytes=100 * MIB)
+    assert (found.num_ooms, found.num_soak_steps) == (0, 24)
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(range(3), 2)), ids=str)
+def test_where_the_order_of_shapes_runs_out_of_memory_all_sizes_shrink_until_two_passes_are_clean(
+    pair: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = CpuMemory(limit_bytes=LIMIT_BYTES)
+    with caplog.at_level(logging.INFO):
+        found, soak = soaked(memory, step=Fragmenting(memory, pair, 0.2), fragmenting_bytes=100 * MIB)
+    assert found.num_ooms >= 1
+    assert "ran out of memory in the soak; going on with" in caplog.text
+    assert ", and with less in all others too" in caplog.text
+    assert all(size < alone for size, alone in zip(sizes(found), sizes_alone(), strict=True))
+    last = max(n for n, trial in enumerate(soak) if trial.status == "oom")
+    assert len(soak) - 1 - last >= 6  # two whole passes
 
 
 def test_another_limit_than_memory_is_told_as_such(caplog: pytest.LogCaptureFixture) -> None:
