@@ -152,6 +152,8 @@ def _output_lens(
     rates: dict[int, float] = {}
     num_cuts = 0
     for cut in cuts:
+        if not hasattr(cut, "duration"):
+            continue  # of text, or of text and audio in turn, whose length holds all its tokens
         length, tokens = sampler.measure_length(cut), measure_tokens(cut)
         k = bins.select(length, tokens)
         if isinstance(k, int) and tokens and length > 0 and cut.duration >= SHORTEST_S:

@@ -311,6 +311,15 @@ def test_make_batch_does_for_texts_too():
         assert size == pytest.approx(other, rel=0.03, abs=1)
 
 
+def test_texts_that_count_their_tokens_need_no_duration():
+    torch.manual_seed(0)
+    counted = texts()
+    for example in counted:
+        example.custom = {"input_ids": list(range(example.num_tokens))}
+    profile = trains_inside(text_sampler(counted), TextDataset(), TextModel(), training_step)
+    assert all(bucket.output_len is None for bucket in profile.buckets)
+
+
 def refused(sampler: Any, error: type[Exception], match: str, dataset: Any = None) -> None:
     model = TextModel()
     with pytest.raises(error, match=match):
