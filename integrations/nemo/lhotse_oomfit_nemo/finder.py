@@ -5,15 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from lhotse_oomfit.errors import InvalidArgumentError
 from lhotse_oomfit.fit import CalibrationOptions
 from lhotse_oomfit.lightning import BucketBatchSizeFinder
+from lhotse_oomfit.lightning_loaders import members_of
+from lhotse_oomfit.training import Training
+from lhotse_oomfit_nemo.conversations import ConversationBatches, are_conversations
 from lhotse_oomfit_nemo.request import Request, asks_for_auto, refuse_auto, request_from
 from lhotse_oomfit_nemo.sampling import requests_of
 from lhotse_oomfit_nemo.schema import SchemaBatches
-from lhotse_oomfit_nemo.seams import forget_auto, nemo_models
+from lhotse_oomfit_nemo.seams import forget_auto, nemo_models, source_of, without_fallback
 
 __all__ = ["NemoBatchSizeFinder"]
 
@@ -74,6 +78,25 @@ class NemoBatchSizeFinder(BucketBatchSizeFinder):
                 setup_data()
 
         loop.setup_data = setup_undistributed
+
+    def _prepare_loader(self, trainer: Any, dataloader: Any) -> None:
+        super()._prepare_loader(trainer, source_of(dataloader) if self._request is not None else dataloader)
+
+    def _training(self, trainer: Any, dataloader: Any, sampler: Any) -> Training:
+        training = super()._training(trainer, dataloader, sampler)
+        dataset, collate_fn = without_fallback(training.dataset), dataloader.collate_fn
+        if dataset is not training.dataset:
+            training = replace(training, dataset=dataset, collate=lambda cuts: collate_fn(dataset[cuts]))
+        members = members_of(sampler)
+        if training.make_batch is None and are_conversations([cut for each in members for cut in each.sample_cuts(1)]):
+            make_batch = ConversationBatches(
+                collate=training.collate,
+                examples=[cut for each in members for cut in each.sample_cuts(self.options.num_sample_cuts)],
+                measure_length=members[0].measure_length,
+            )
+            functions = {**training.functions, "make_batch": make_batch}
+            training = replace(training, make_batch=make_batch, functions=functions)
+        return training
 
     def _find_request(self, trainer: Any, pl_module: Any, data_config: Any) -> Request | None:
         requests = requests_of(getattr(pl_module, "_train_dl", None))

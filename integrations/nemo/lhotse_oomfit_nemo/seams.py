@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lhotse_oomfit.errors import InvalidArgumentError, OomfitError
+from lhotse_oomfit.errors import InvalidArgumentError, OomfitError, UnsupportedStrategyError
 from lhotse_oomfit_nemo.request import (
     OPTION_KEYS,
     asks_for_auto,
@@ -36,7 +36,16 @@ from lhotse_oomfit_nemo.sampling import (
     warn_of_top_edge,
 )
 
-__all__ = ["SUPPORTED", "NemoMovedError", "forget_auto", "install", "nemo_models", "what_moved"]
+__all__ = [
+    "SUPPORTED",
+    "NemoMovedError",
+    "forget_auto",
+    "install",
+    "nemo_models",
+    "source_of",
+    "what_moved",
+    "without_fallback",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -348,6 +357,29 @@ def forget_auto(config: Any) -> None:
     if config.get("multi_config", False):
         for part in sub_configs(config).values():
             forget_auto(part)
+
+
+def source_of(dataloader: Any) -> Any:
+    """The DataLoader inside speechlm2's BroadcastingDataLoader; any other as it is.
+
+    :raises UnsupportedStrategyError: where ranks share one source of data, under tensor or context parallelism.
+    """
+    if type(dataloader).__name__ != "BroadcastingDataLoader":
+        return dataloader
+    source = getattr(dataloader, "_source", None)
+    mesh: Any = getattr(dataloader, "_mesh", None)
+    names = getattr(mesh, "mesh_dim_names", None) or ()
+    if source is None or any(name in ("cp", "tp") and mesh[name].size() > 1 for name in names):
+        raise UnsupportedStrategyError(
+            "bucket_batch_size=auto needs a rank of its own for each source of data, with tensor or context "
+            "parallelism several ranks share one; set bucket_batch_size to a list of sizes"
+        )
+    return source
+
+
+def without_fallback(dataset: Any) -> Any:
+    """The dataset inside NeMo's FallbackDataset, which hands out the last batch again where one can't be read."""
+    return dataset.dataset if type(dataset).__name__ == "FallbackDataset" else dataset
 
 
 def nemo_models(module: Any) -> list[Any]:
