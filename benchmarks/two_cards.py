@@ -4,9 +4,9 @@
     python benchmarks/two_cards.py --report results
 
 Subjects are the Conformer of the examples and NeMo's FastConformer-CTC, with SyncBatchNorm and
-``sync_max_audio_length``; the latter needs ``nemo-toolkit[asr]`` and ``--transcripts``, a manifest with ``duration`` and
-``text``. Each job is a start of two ranks, under torchrun unless it says otherwise, and runs some phases; each rank
-writes a JSON file per phase and a log. A phase that takes too long ends with all threads' stacks in that log. The phases:
+``sync_max_audio_length``; the latter needs ``nemo-toolkit[asr]`` and ``--transcripts``, a manifest with durations and
+texts. Each job is a start of two ranks, under torchrun unless it says otherwise, and runs some phases; each rank
+writes a JSON file per phase and a log. A phase that takes too long ends, with all threads' stacks in the log. Phases:
 
 ``rank0``, ``shard``: the first rank measures, or the ranks share the buckets out, with nothing else on the cards;
 ``train``: a second start, and shuffled DDP steps at full size under a hard cap equal to the budget;
