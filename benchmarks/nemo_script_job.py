@@ -10,6 +10,7 @@ import runpy
 import statistics
 import sys
 import time
+import traceback
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -174,10 +175,15 @@ def run_job(job: Job) -> None:
     read_when_there(job.work / "prepared")
     sys.argv = job.command()
     sys.path[0] = str(Path(sys.argv[0]).parent)
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    record.values["finished"] = True
-    record.save()
-    os._exit(0)  # waits for no worker
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        record.values["finished"] = True
+    finally:
+        if not record.values["finished"]:
+            traceback.print_exc()
+        record.save()
+        sys.stdout.flush()
+        os._exit(0 if record.values["finished"] else 1)  # waits for no worker, and for no process group
 
 
 def read_when_there(path: Path) -> str:

@@ -33,7 +33,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _setting(jobs: dict[tuple[str, str], Any]) -> str:
-    versions = next((job["versions"] for job in jobs.values() if "versions" in job), {})
+    versions: dict[str, str] = next((job["versions"] for job in jobs.values() if "versions" in job), {})
     sizes = [
         f"{TITLES[model]}: {job['parameters'] / 1e6:,.0f}M parameters, {job['strategy']}"
         for (model, kind), job in jobs.items()
