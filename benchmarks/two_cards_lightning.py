@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
@@ -47,6 +46,16 @@ def nemo_model(setting: Setting, trainer: pl.Trainer) -> Any:
     return model
 
 
+class Limit(pl.Callback):
+    """Shortens the default group's timeout as soon as the group is there."""
+
+    def __init__(self, limit: Callable[[float], None], timeout_s: float) -> None:
+        self.limit, self.timeout_s = limit, timeout_s
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        self.limit(self.timeout_s)
+
+
 class Data(pl.LightningDataModule):
     """Makes the loader once the processes know each other: a sampler asks for its rank when it is made."""
 
@@ -58,7 +67,13 @@ class Data(pl.LightningDataModule):
         return DataLoader(self.noise, sampler=make_sampler(self.setting), batch_size=None)
 
 
-def run(rank: Any, *, checksum: Callable[[Any], str], counted_trials: Callable[[], Any]) -> dict[str, Any]:
+def run(
+    rank: Any,
+    *,
+    checksum: Callable[[Any], str],
+    counted_trials: Callable[[], Any],
+    limit_group: Callable[[float], None],
+) -> dict[str, Any]:
     """Two fits from the same weights: the first measures, the second loads."""
     found: dict[str, Any] = {}
     setting, args = rank.setting, rank.args
@@ -76,11 +91,11 @@ def run(rank: Any, *, checksum: Callable[[Any], str], counted_trials: Callable[[
         trainer = pl.Trainer(
             accelerator=setting.device.type,
             devices=2,
-            strategy=DDPStrategy(timeout=timedelta(seconds=args.group_timeout_s)),
+            strategy=DDPStrategy(),
             sync_batchnorm=is_cuda,
             precision="bf16-mixed",
             max_steps=NUM_STEPS,
-            callbacks=[finder],
+            callbacks=[Limit(limit_group, args.group_timeout_s), finder],
             use_distributed_sampler=False,
             logger=False,
             enable_checkpointing=False,

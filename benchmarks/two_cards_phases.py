@@ -64,14 +64,14 @@ class Rank:
         self.log_path = args.out / "logs" / f"{args.job}.rank{self.rank}.log"
 
     def join(self) -> None:
-        """Make the default group, with a timeout that waiting for a calibration exceeds."""
+        """Make the default group, with a timeout that a wait exceeds."""
         if dist.is_initialized():
             return
-        timeout = timedelta(seconds=self.args.group_timeout_s)
         if self.device.type == "cuda":
-            dist.init_process_group("nccl", timeout=timeout, device_id=self.device)
+            dist.init_process_group("nccl", device_id=self.device)
         else:
-            dist.init_process_group("gloo", timeout=timeout)
+            dist.init_process_group("gloo")
+        limit_group(self.args.group_timeout_s)
 
     def save(self, phase: str, found: dict[str, Any]) -> None:
         path = self.args.out / f"{self.args.subject}-{phase}.rank{self.rank}.json"
@@ -86,6 +86,11 @@ class Rank:
         dist.all_reduce(torch.zeros(1, device=self.device))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+
+def limit_group(timeout_s: float) -> None:
+    """Shorten the default group's timeout; not before it is there, as the ranks don't start at the same moment."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
 
 
 def said_of(profile: Profile, seconds: float) -> dict[str, Any]:
@@ -332,7 +337,7 @@ def lightning(rank: Rank) -> dict[str, Any]:
     """Lightning's DDP, started by its own launcher: calibrated, trained, and started again."""
     import two_cards_lightning
 
-    return two_cards_lightning.run(rank, checksum=checksum, counted_trials=counted_trials)
+    return two_cards_lightning.run(rank, checksum=checksum, counted_trials=counted_trials, limit_group=limit_group)
 
 
 PHASES: dict[str, Callable[[Rank], dict[str, Any]]] = {
