@@ -17,7 +17,7 @@ from lhotse_oomfit_nemo.conversations import ConversationBatches, are_conversati
 from lhotse_oomfit_nemo.request import Request, asks_for_auto, refuse_auto, request_from
 from lhotse_oomfit_nemo.sampling import requests_of
 from lhotse_oomfit_nemo.schema import SchemaBatches
-from lhotse_oomfit_nemo.seams import forget_auto, nemo_models, source_of, without_fallback
+from lhotse_oomfit_nemo.seams import forget_auto, nemo_models, source_of, was_asked_for_auto, without_fallback
 
 __all__ = ["NemoBatchSizeFinder"]
 
@@ -79,6 +79,12 @@ class NemoBatchSizeFinder(BucketBatchSizeFinder):
 
         loop.setup_data = setup_undistributed
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuse to train with other batch sizes than were asked for."""
+        if self._sampler is None:
+            raise _not_from_lhotse(pl_module)
+        super().on_train_start(trainer, pl_module)
+
     def _prepare_loader(self, trainer: Any, dataloader: Any) -> None:
         super()._prepare_loader(trainer, source_of(dataloader) if self._request is not None else dataloader)
 
@@ -109,7 +115,17 @@ class NemoBatchSizeFinder(BucketBatchSizeFinder):
             train_ds = None if config is None else config.get("train_ds")
             if train_ds is not None and asks_for_auto(train_ds):
                 return request_from(train_ds.get)
+        if was_asked_for_auto(pl_module):
+            raise _not_from_lhotse(pl_module)
         return None
+
+
+def _not_from_lhotse(module: Any) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"train_ds.bucket_batch_size is 'auto', but the training data of this {type(module).__name__} don't come from "
+        f"Lhotse; set ++model.train_ds.use_lhotse=true where the model has it, else give batch_size and leave "
+        f"bucket_batch_size out"
+    )
 
 
 @contextmanager

@@ -43,6 +43,7 @@ __all__ = [
     "install",
     "nemo_models",
     "source_of",
+    "was_asked_for_auto",
     "what_moved",
     "without_fallback",
 ]
@@ -81,6 +82,7 @@ _LOOKED_UP = ("DynamicBucketingSampler", "determine_sampling_constraint", "read_
 """What ``get_lhotse_sampler_from_config`` must look up by these names when it is called."""
 
 _RANDOM_SEED = "oomfit_seed_is_random"  # carries a fact from one of NeMo's functions to the next
+_ASKED = "_oomfit_asked_for_auto"  # on a model, whose config has forgotten it
 
 
 class NemoMovedError(OomfitError, RuntimeError):
@@ -331,6 +333,7 @@ def _update(original: Callable[..., Any], require: Callable[[], None]) -> Callab
             refuse_auto(config, f"{dataset_name}_ds")
         elif asks_for_auto(config):
             require()
+            self.__dict__[_ASKED] = True
             _ensure_finder(getattr(self, "_trainer", None))
             config = copy.deepcopy(config if isinstance(config, DictConfig) else OmegaConf.create(config))
             forget_auto(config)
@@ -380,6 +383,11 @@ def source_of(dataloader: Any) -> Any:
 def without_fallback(dataset: Any) -> Any:
     """The dataset inside NeMo's FallbackDataset, which hands out the last batch again where one can't be read."""
     return dataset.dataset if type(dataset).__name__ == "FallbackDataset" else dataset
+
+
+def was_asked_for_auto(module: Any) -> bool:
+    """Whether a NeMo model was given a section of training data that says ``auto``."""
+    return any(vars(model).get(_ASKED, False) for model in nemo_models(module))
 
 
 def nemo_models(module: Any) -> list[Any]:

@@ -95,3 +95,18 @@ def train_tokenizer(folder: Path, vocab_size: int = 128) -> Path:
     pieces = [line.split("\t")[0] for line in (folder / "tokenizer.vocab").read_text().splitlines()]
     (folder / "vocab.txt").write_text("\n".join(pieces))
     return folder
+
+
+def with_pieces(tokenizer: Path, folder: Path, pieces: list[str]) -> Path:
+    """A copy of a tokenizer with more pieces at its end."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    folder.mkdir(parents=True)
+    model = sentencepiece_model_pb2.ModelProto()
+    model.ParseFromString((tokenizer / "tokenizer.model").read_bytes())
+    for name in pieces:
+        model.pieces.add(piece=name, score=0.0, type=4)  # 4: defined by the user
+    model.trainer_spec.vocab_size = len(model.pieces)
+    (folder / "tokenizer.model").write_bytes(model.SerializeToString())
+    (folder / "vocab.txt").write_text("\n".join(piece.piece for piece in model.pieces))
+    return folder

@@ -14,9 +14,11 @@ from lhotse_oomfit_nemo.finder import NemoBatchSizeFinder
 from lhotse_oomfit_nemo.schema import SchemaBatches
 from nemo.collections.asr import models
 from nemo.collections.asr.models import ASRModel, EncDecCTCModelBPE
+from nemo.collections.asr.models.asr_eou_models import EncDecRNNTBPEEOUModel
 from nemo.collections.common.tokenizers.canary_tokenizer import CanaryTokenizer
 from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf
+from speech import with_pieces
 
 from lhotse_oomfit.errors import InvalidArgumentError
 
@@ -91,6 +93,21 @@ def test_auto_is_refused_where_nothing_is_trained(config: DictConfig, section: s
     )
 
 
+NO_LHOTSE = (
+    "train_ds.bucket_batch_size is 'auto', but the training data of this {} don't come from Lhotse; set "
+    "++model.train_ds.use_lhotse=true where the model has it, else give batch_size and leave bucket_batch_size out"
+)
+
+
+def test_auto_without_lhotse_is_refused_and_not_ignored(config: DictConfig) -> None:
+    config.model.train_ds.use_lhotse = False
+    trainer = pl.Trainer(**config.trainer)
+    model = EncDecCTCModelBPE(cfg=config.model, trainer=trainer)
+    with pytest.raises(InvalidArgumentError) as raised:
+        trainer.fit(model)
+    assert str(raised.value) == NO_LHOTSE.format("EncDecCTCModelBPE")
+
+
 def test_a_training_without_auto_loses_the_callback(config: DictConfig) -> None:
     train = config.model.train_ds
     config.model.train_ds = {key: train[key] for key in train if "oomfit" not in key and "bucket" not in key}
@@ -153,6 +170,16 @@ def test_a_model_of_characters_trains(config: DictConfig) -> None:
     for section in (config.model.train_ds, config.model.validation_ds):
         section.labels = labels
     assert found(models.EncDecCTCModel, config) == [[4, 4]]
+
+
+def test_models_that_mark_the_end_of_an_utterance_train(corpus: Corpus, tmp_path: Path) -> None:
+    config = small_config("rnnt", corpus, tmp_path)
+    config.model.tokenizer.dir = str(with_pieces(corpus.tokenizer, tmp_path / "tokenizer", ["<EOU>", "<EOB>"]))
+    for section in (config.model.train_ds, config.model.validation_ds):
+        section.update(subsampling_factor=8, window_stride=0.01)
+    padding = {"prob": 0.9, "max_pad_duration": 0.5, "min_post_pad_duration": 0.2, "max_total_duration": 3.0}
+    config.model.train_ds.update(max_duration=1.5, random_padding=padding)
+    assert found(EncDecRNNTBPEEOUModel, config) == [[4, 4]]
 
 
 def test_a_hybrid_with_a_prompt_whose_schema_is_wrong_trains(corpus: Corpus, tmp_path: Path) -> None:
