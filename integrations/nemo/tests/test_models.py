@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 import torch
 from conftest import Corpus
 from hydra import compose, initialize_config_dir
+from lhotse import CutSet, Recording
 from lhotse_oomfit_nemo.finder import NemoBatchSizeFinder
 from lhotse_oomfit_nemo.schema import SchemaBatches
 from nemo.collections.asr import models
 from nemo.collections.asr.models import ASRModel, EncDecCTCModelBPE
 from nemo.collections.asr.models.asr_eou_models import EncDecRNNTBPEEOUModel
+from nemo.collections.audio.models import PredictiveAudioToAudioModel
 from nemo.collections.common.tokenizers.canary_tokenizer import CanaryTokenizer
 from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf
@@ -226,6 +229,49 @@ def test_a_self_supervised_model_trains(config: DictConfig) -> None:
         "sample_from_non_masked": False,
     }
     assert found(models.SpeechEncDecSelfSupervisedModel, config) == [[4, 4]]
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_model_from_audio_to_audio_trains(corpus: Corpus, tmp_path: Path, truncated: bool) -> None:
+    cuts = CutSet.from_cuts(
+        Recording.from_file(json.loads(line)["audio_filepath"]).to_cut()
+        for line in corpus.train.read_text().splitlines()[:20]
+    )
+    for cut in (cuts := cuts.to_eager()):
+        cut.target_recording = cut.recording
+    cuts.to_file(tmp_path / "cuts.jsonl")
+    train_ds = {"use_lhotse": True, "cuts_path": str(tmp_path / "cuts.jsonl"), "sample_rate": 16000, "shuffle": True}
+    train_ds |= {"use_bucketing": True, "bucket_batch_size": "auto", "num_buckets": 2, "num_workers": 0, **SMALL}
+    train_ds["oomfit_memory_limit"] = "600MiB"
+    if truncated:
+        train_ds |= {"truncate_duration": 1.0, "truncate_offset_type": "random"}
+    transforms = "nemo.collections.audio.modules.transforms"
+    config = {
+        "model": {
+            "sample_rate": 16000,
+            "num_outputs": 1,
+            "normalize_input": True,
+            "train_ds": train_ds,
+            "encoder": {"_target_": f"{transforms}.AudioToSpectrogram", "fft_length": 126, "hop_length": 64},
+            "decoder": {"_target_": f"{transforms}.SpectrogramToAudio", "fft_length": 126, "hop_length": 64},
+            "estimator": {
+                "_target_": "nemo.collections.audio.parts.submodules.conformer.SpectrogramConformer",
+                "in_channels": 1,
+                "out_channels": 1,
+                "feat_in": 64,
+                "n_layers": 1,
+                "d_model": 16,
+                "subsampling_factor": 1,
+                "n_heads": 2,
+                "conv_norm_type": "layer_norm",
+            },
+            "loss": {"_target_": "nemo.collections.audio.losses.MSELoss"},
+            "optim": {"name": "adamw", "lr": 1e-3},
+        },
+        "trainer": {"accelerator": "cpu", "devices": 1, "max_steps": 1, "limit_val_batches": 0, "logger": False},
+    }
+    config["trainer"] |= {"enable_checkpointing": False, "enable_progress_bar": False}
+    assert set(found(PredictiveAudioToAudioModel, OmegaConf.create(config))[0]) == {4}
 
 
 def test_an_encoder_decoder_trains_in_buckets_of_seconds_and_tokens(corpus: Corpus, tmp_path: Path) -> None:
