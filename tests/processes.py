@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.queues import Queue
 from pathlib import Path
 from queue import Empty
@@ -46,6 +48,7 @@ def _main(
     out: Queue[Any],
 ) -> None:
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     try:
@@ -97,6 +100,7 @@ def run_ranks(
                     break
         alive = [rank for rank, process in enumerate(processes) if process.is_alive() and rank not in (*found, *silent)]
         if alive and monotonic() >= deadline:
+            _dump_stacks(processes[rank].pid for rank in alive)
             raise TimeoutError(f"ranks {alive} still ran after {timeout_s:g} s; the others said {found}")
     finally:
         for process in processes:
@@ -107,10 +111,11 @@ def run_ranks(
 
 
 _APART = """
-import importlib, sys, traceback
+import faulthandler, importlib, signal, sys, traceback
 import torch, torch.distributed as dist
 from processes import start_group
 torch.set_num_threads(1)
+faulthandler.register(signal.SIGUSR1)
 module, name = sys.argv[2].split(":")
 start_group(sys.argv[1])
 try:
@@ -158,11 +163,20 @@ def run_apart(
             if all(_is_stopped(pid) for pid in running):
                 return [log.read_text() for log in logs], codes
             sleep(0.1)
+        _dump_stacks(process.pid for process in processes if process.poll() is None)
         raise TimeoutError(f"ranks {codes} still ran after {timeout_s:g} s: {[log.read_text() for log in logs]}")
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def _dump_stacks(pids: Iterable[int | None]) -> None:
+    """Have processes that hang write where all their threads are."""
+    for pid in pids:
+        if pid is not None:
+            os.kill(pid, signal.SIGUSR1)
+    sleep(1)
 
 
 def _is_stopped(pid: int) -> bool:
