@@ -41,6 +41,8 @@ TOGETHER = (("train", "half"), ("static", "fsdp2"), ("lightning",), ("wait",))
 ALONE = ("wait", *FAULTS)
 """Phases of the first subject only, unless there is no other."""
 REASONS = ("RankFailedError", "LockStepMemoryError", "lhotse-oomfit: rank", "OutOfMemoryError")
+FAULT_LIMIT_S = 90.0
+"""Seconds for a job in which something goes wrong; less if the limit of a phase is less."""
 EXIT_S = 15.0
 """How long the last process may take to end after the deadline of a job."""
 
@@ -81,7 +83,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         choices=["tiny", "small", "medium", "large"],
         help="of the Conformer; NeMo: L or tiny",
     )
-    add("--memory-limit-mib", type=int, default=12 * 1024, help="what each rank's device counts as having")
+    add("--memory-limit-mib", type=int, default=10 * 1024, help="what each rank's device counts as having")
     add("--memory-fraction", type=float, default=0.9)
     add("--num-buckets", type=int, default=10)
     add("--longest-s", type=float, default=20.0, help="edge of the last bucket")
@@ -89,7 +91,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--group-timeout-s", type=float, default=20.0, help="timeout of the default process group")
     add("--delay-s", type=float, default=26.0, help="how much longer a trial takes in wait")
     add("--heartbeat-s", type=float, default=15.0, help="heartbeat_timeout")
-    add("--phase-limit-s", type=float, default=110.0, help="seconds for one phase")
+    add("--phase-limit-s", type=float, default=180.0, help="seconds for one phase")
     add(
         "--limit-s", type=float, default=470.0, help="seconds for everything; jobs that can't begin before are left out"
     )
@@ -228,8 +230,9 @@ class Driver:
             "transcripts": options.transcripts and options.transcripts.resolve(),
         }
         same = ["memory_fraction", "num_buckets", "longest_s", "steps", "group_timeout_s", "delay_s", "heartbeat_s"]
-        same.append("phase_limit_s")
         said |= {name.replace("_", "-"): getattr(options, name) for name in same}
+        limit_s = options.phase_limit_s
+        said["phase-limit-s"] = min(limit_s, FAULT_LIMIT_S) if job.phases[0] in FAULTS else limit_s
         return [text for name, value in said.items() if value is not None for text in (f"--{name}", str(value))]
 
     def _note(self, job: Job, codes: list[int | None], ended: float) -> None:

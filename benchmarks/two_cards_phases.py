@@ -391,6 +391,7 @@ def main() -> None:
         from oomptimizer_phases import quiet
 
         quiet()
+        import nemo.collections.asr.models  # noqa: F401  takes its time, so before ranks wait for each other
     if args.device == "cpu":
         torch.set_num_threads(1)
     while args.gate is not None and not args.gate.exists():
