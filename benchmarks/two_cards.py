@@ -77,6 +77,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--phases", default=",".join(known), help=f"some of {','.join(known)}")
     add("--transcripts", type=Path, help="a manifest with texts, for NeMo's tokenizer")
     add("--device", choices=["cpu", "cuda"], default="cuda")
+    add("--backend", choices=["nccl", "gloo"], help="gloo lets both ranks share one card (else nccl on cards)")
     add(
         "--size",
         default="large",
@@ -102,6 +103,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         if unknown := sorted(set(chosen) - set(names)):
             parser.error(f"--{name} must be among {', '.join(names)}, it has {', '.join(unknown)}")
         setattr(options, name, chosen)
+    options.backend = options.backend or ("nccl" if options.device == "cuda" else "gloo")
     if "ctc" in options.subjects and options.transcripts is None and options.report is None:
         parser.error("--transcripts must be given for ctc: a manifest with durations and texts")
     return options
@@ -225,6 +227,7 @@ class Driver:
             "subject": job.subject,
             "phases": ",".join(job.phases),
             "device": options.device,
+            "backend": options.backend,
             "size": options.size,
             "memory-limit-bytes": options.memory_limit_mib * 2**20,
             "transcripts": options.transcripts and options.transcripts.resolve(),

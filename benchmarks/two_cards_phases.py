@@ -31,6 +31,8 @@ from lhotse_oomfit.trial import TrialRunner, Verdict, judge
 GIB = 2**30
 EQUAL_AFTER = 20
 """Training steps after which all ranks' parameters are compared."""
+SAVE_EVERY = 50
+"""Training steps after which what is known so far is written, for a phase that takes too long."""
 NUM_LOCKSTEP_STEPS = 40
 FAULTY_TRIAL = 3
 WATCHDOG = ("atchdog", "ollective operation timeout", "NCCL WARN", "eartbeatMonitor")
@@ -46,7 +48,7 @@ class Rank:
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.device = torch.device(args.device)
         if args.device == "cuda":
-            self.device = torch.device("cuda", self.local_rank)
+            self.device = torch.device("cuda", self.local_rank % torch.cuda.device_count())
             torch.cuda.set_device(self.device)
         edges = [round((k + 1) * args.longest_s / args.num_buckets, 2) for k in range(args.num_buckets)]
         self.setting = Setting(
@@ -67,7 +69,7 @@ class Rank:
         """Make the default group, with a timeout that a wait exceeds."""
         if dist.is_initialized():
             return
-        if self.device.type == "cuda":
+        if self.args.backend == "nccl":
             dist.init_process_group("nccl", device_id=self.device)
         else:
             dist.init_process_group("gloo")
@@ -76,7 +78,9 @@ class Rank:
     def save(self, phase: str, found: dict[str, Any]) -> None:
         path = self.args.out / f"{self.args.subject}-{phase}.rank{self.rank}.json"
         card = torch.cuda.get_device_name() if self.device.type == "cuda" else "CPU"
-        about = {"card": card, "torch": torch.__version__, "group_timeout_s": self.args.group_timeout_s}
+        args = self.args
+        about = {"card": card, "torch": torch.__version__, "backend": args.backend, "size": args.size}
+        about["group_timeout_s"] = args.group_timeout_s
         path.write_text(json.dumps({**about, **found}))
 
     def meet(self) -> None:
@@ -180,7 +184,10 @@ def train(
             except RuntimeError as error:
                 if judge(error) is not Verdict.OOM:
                     raise
-                save(found | {"ooms": 1, "error": str(error)[:600], "bucket": bucket, "step": number})
+                save(
+                    _summary(found, rows, profile)
+                    | {"ooms": 1, "error": str(error)[:600], "bucket": bucket, "step": number}
+                )
                 sys.stderr.write(f"two_cards: rank {rank.rank} ran out of memory in step {number}: {error}\n")
                 os._exit(4)
             found["steps"] = number + 1
@@ -200,17 +207,24 @@ def train(
                 )
             if number + 1 in (EQUAL_AFTER, num_steps):
                 found[f"equal_after_{number + 1}"] = all_equal(trained.model)
+            if (number + 1) % SAVE_EVERY == 0:
+                save(_summary(found, rows, profile))
     finally:
         if is_cuda:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
-    found["seconds"] = time.perf_counter() - begun
+    return _summary(found, rows, profile) | {"seconds": time.perf_counter() - begun, "rows": rows}
+
+
+def _summary(found: dict[str, Any], rows: list[dict[str, Any]], profile: Profile) -> dict[str, Any]:
+    """What the steps so far come to."""
+    summary = dict(found)
     for name in ("of_trial", "reserved_of_trial"):
         values = [row[name] for row in rows if row[name] is not None]
         if values:
-            found[f"{name}_mean"], found[f"{name}_max"] = statistics.mean(values), max(values)
+            summary[f"{name}_mean"], summary[f"{name}_max"] = statistics.mean(values), max(values)
     if rows:
-        found["reserved_of_budget_max"] = max(row["reserved"] for row in rows) / profile.budget_bytes
-    return found | {"rows": rows}
+        summary["reserved_of_budget_max"] = max(row["reserved"] for row in rows) / profile.budget_bytes
+    return summary
 
 
 # Phases
@@ -365,6 +379,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--subject", choices=["conformer", "ctc"], required=True)
     add("--phases", required=True)
     add("--device", choices=["cpu", "cuda"], required=True)
+    add("--backend", choices=["nccl", "gloo"], required=True)
     add("--size", required=True)
     add("--memory-limit-bytes", type=int, required=True)
     add("--memory-fraction", type=float, required=True)

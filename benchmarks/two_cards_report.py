@@ -20,7 +20,7 @@ def render(folder: Path) -> str:
     for subject, phases in found.items():
         if phases:
             any_said = next(iter(phases.values()))[0]
-            head = f"### {TITLES[subject]} ({any_said['card']}, torch {any_said['torch']})"
+            head = f"### {TITLES[subject]} ({any_said['card']}, {any_said['backend']}, torch {any_said['torch']})"
             blocks += [head, _calibrations(phases), _training(phases), _others(phases)]
     return "\n\n".join(block for block in [*blocks, _faults(folder)] if block)
 
