@@ -241,7 +241,16 @@ def test_iterable_data_are_sampled_in_the_dataset_by_each_rank_for_itself(
     source = request.getfixturevalue(kind)
     where = {"manifest_filepath": ..., "shar_path": source} if kind == "shar" else source
     made = [
-        loader(corpus, tokenizer, rank=rank, world_size=2, bucket_duration_bins=bins, bucket_buffer_size=60, **where)
+        loader(
+            corpus,
+            tokenizer,
+            rank=rank,
+            world_size=2,
+            bucket_duration_bins=bins,
+            num_cuts_for_bins_estimate=80,
+            bucket_buffer_size=60,
+            **where,
+        )
         for rank in range(2)
     ]
     for each in made:
@@ -334,7 +343,7 @@ def test_the_examples_load(corpus: Corpus, tokenizer: Any, tarred: dict[str, str
     parts = [example.short, example.long] if name == "multi_config" else [example]
     for part in parts:
         part.update(tarred if name == "tarred" else {"manifest_filepath": str(corpus.train)})
-        part.update(max_duration=5, min_duration=0)
+        part.update(max_duration=5, min_duration=0, num_cuts_for_bins_estimate=80)
     if name == "aed_2d":
         example.prompt_format = "plain"  # canary's needs special tokens in the tokenizer
     dataset = LhotseSpeechToTextBpeDataset(tokenizer)

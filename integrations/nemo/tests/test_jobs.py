@@ -131,6 +131,7 @@ def test_iterable_data_train_with_workers(
         *where,
         "model.train_ds.num_workers=2",
         "++model.train_ds.num_buckets=2",
+        "++model.train_ds.num_cuts_for_bins_estimate=80",
         "++model.train_ds.bucket_buffer_size=60",
         "++model.train_ds.oomfit_max_batch_size=10",
         "++trainer.limit_train_batches=6",
