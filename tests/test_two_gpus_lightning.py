@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:::lightning"),
 ]
 
-FINDER = {"memory_limit": "2GiB", "max_batch_size": 64}
+FINDER = {"memory_limit": "2GiB", "max_batch_size": 8}  # so that an epoch has many batches
 CASES: dict[str, dict[str, Any]] = {
     "DDP": {"strategy": "ddp", "sync_batchnorm": True, "precision": "bf16-mixed"},
     "shared out": {"strategy": "ddp", "sync_batchnorm": True, "finder": {"ranks": "shard"}},
