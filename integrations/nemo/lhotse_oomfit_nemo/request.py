@@ -11,7 +11,16 @@ from lhotse_oomfit.config import field_kinds, options_from
 from lhotse_oomfit.errors import InvalidArgumentError
 from lhotse_oomfit.fit import CalibrationOptions
 
-__all__ = ["OPTION_KEYS", "PREFIX", "Request", "asks_for_auto", "check_keys", "refuse_auto", "request_from"]
+__all__ = [
+    "OPTION_KEYS",
+    "PREFIX",
+    "Request",
+    "asks_for_auto",
+    "check_keys",
+    "check_word",
+    "refuse_auto",
+    "request_from",
+]
 
 PREFIX = "oomfit_"
 
@@ -91,6 +100,16 @@ def check_keys(keys: Iterable[Any], known: Iterable[str]) -> None:
         if near or key.startswith(PREFIX):
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(OPTION_KEYS)}"
             raise InvalidArgumentError(f"train_ds.{key} is no option of a calibration; {hint}")
+
+
+def check_word(config: Any) -> None:
+    """Refuse another word than ``auto``, of which NeMo would say that an AnyNode is no ListConfig.
+
+    :raises InvalidArgumentError: with the word.
+    """
+    value = config.get("bucket_batch_size") if _is_mapping(config) else None
+    if isinstance(value, str):
+        raise InvalidArgumentError(f"bucket_batch_size must be 'auto', a list of sizes or null, it is {value!r}")
 
 
 def refuse_auto(config: Any, section: str) -> None:

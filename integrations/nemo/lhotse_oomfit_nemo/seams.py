@@ -23,6 +23,7 @@ from lhotse_oomfit_nemo.request import (
     OPTION_KEYS,
     asks_for_auto,
     check_keys,
+    check_word,
     refuse_auto,
     request_from,
     sub_configs,
@@ -155,6 +156,7 @@ def _structured(loading: Any, original: Callable[..., Any], require: Callable[[]
 
     def make_structured_with_schema_warnings(config: Any) -> Any:
         if not asks_for_auto(config):
+            check_word(config)
             return original(config)
         require()
         schema = loading.LhotseDataLoadingConfig

@@ -142,6 +142,13 @@ def test_an_epoch_holds_the_cuts_that_nemo_takes_with_the_same_sizes(
     assert 0 < len(taken) <= 80
 
 
+@pytest.mark.parametrize("word", ["Auto", "atuo"])
+def test_another_word_than_auto_is_named(corpus: Corpus, tokenizer: Any, word: str) -> None:
+    with pytest.raises(InvalidArgumentError) as raised:
+        loader(corpus, tokenizer, bucket_batch_size=word)
+    assert str(raised.value) == f"bucket_batch_size must be 'auto', a list of sizes or null, it is '{word}'"
+
+
 def test_a_list_of_tps_holds_in_one_dimension_too(corpus: Corpus, tokenizer: Any) -> None:
     made = loader(corpus, tokenizer, bucket_duration_bins=[2.0, 5.0], max_tps=[15.0, 20.0]).sampler
     assert made.bins.max_tps == (15.0, 20.0)
