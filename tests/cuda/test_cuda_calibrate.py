@@ -23,10 +23,13 @@ def step(model, batch):
         return model.loss(to_card(batch))
 
 
-def start():
+def start(num_layers=1):
     random.seed(1)
     torch.manual_seed(1)
-    model = TinyModel(width=512).cuda()
+    model = TinyModel(width=512)
+    layers = [torch.nn.TransformerEncoderLayer(512, 4, 1024, batch_first=True) for _ in range(num_layers - 1)]
+    model.block = torch.nn.Sequential(model.block, *layers)
+    model.cuda()
     return (model, *tiny_optimizer(model))
 
 
