@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import nemo
 import pytest
 import torch
 from conftest import Corpus
@@ -16,8 +17,7 @@ from lhotse_oomfit_nemo.finder import NemoBatchSizeFinder
 from lhotse_oomfit_nemo.schema import SchemaBatches
 from nemo.collections.asr import models
 from nemo.collections.asr.models import ASRModel, EncDecCTCModelBPE
-from nemo.collections.asr.models.asr_eou_models import EncDecRNNTBPEEOUModel
-from nemo.collections.audio.models import PredictiveAudioToAudioModel
+from nemo.collections.audio.models.enhancement import PredictiveAudioToAudioModel
 from nemo.collections.common.tokenizers.canary_tokenizer import CanaryTokenizer
 from nemo.utils.app_state import AppState
 from omegaconf import DictConfig, OmegaConf
@@ -176,13 +176,14 @@ def test_a_model_of_characters_trains(config: DictConfig) -> None:
 
 
 def test_models_that_mark_the_end_of_an_utterance_train(corpus: Corpus, tmp_path: Path) -> None:
+    eou_models = pytest.importorskip("nemo.collections.asr.models.asr_eou_models")  # not in NeMo 2.7
     config = small_config("rnnt", corpus, tmp_path)
     config.model.tokenizer.dir = str(with_pieces(corpus.tokenizer, tmp_path / "tokenizer", ["<EOU>", "<EOB>"]))
     for section in (config.model.train_ds, config.model.validation_ds):
         section.update(subsampling_factor=8, window_stride=0.01)
     padding = {"prob": 0.9, "max_pad_duration": 0.5, "min_post_pad_duration": 0.2, "max_total_duration": 3.0}
     config.model.train_ds.update(max_duration=1.5, random_padding=padding)
-    assert found(EncDecRNNTBPEEOUModel, config) == [[4, 4]]
+    assert found(eou_models.EncDecRNNTBPEEOUModel, config) == [[4, 4]]
 
 
 def test_a_hybrid_with_a_prompt_whose_schema_is_wrong_trains(corpus: Corpus, tmp_path: Path) -> None:
@@ -231,6 +232,7 @@ def test_a_self_supervised_model_trains(config: DictConfig) -> None:
     assert found(models.SpeechEncDecSelfSupervisedModel, config) == [[4, 4]]
 
 
+@pytest.mark.skipif(nemo.__version__.startswith("2."), reason="NeMo 2.7 refuses to make its own losses for audio")
 @pytest.mark.parametrize("truncated", [False, True])
 def test_a_model_from_audio_to_audio_trains(corpus: Corpus, tmp_path: Path, truncated: bool) -> None:
     cuts = CutSet.from_cuts(
