@@ -61,6 +61,7 @@ _FIELDS = (
     "bucketing_2d_strict_mode",
     "concurrent_bucketing",
     "max_duration",
+    "max_tokens",
     "max_tps",
     "min_tps",
     "num_buckets",
@@ -227,7 +228,7 @@ def _sampler(loading: Any, original: Callable[..., Any], require: Callable[[], N
                 cuts,
                 num_buckets=config.num_buckets,
                 num_cuts=config.num_cuts_for_bins_estimate,
-                max_length=float("inf") if measure else _finite_or_inf(config.max_duration),
+                max_length=_finite_or_inf(config.max_tokens if measure else config.max_duration),
                 measure_length=measure,
             )
         elif measure is None:

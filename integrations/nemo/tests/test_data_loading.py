@@ -333,6 +333,14 @@ def test_with_multimodal_sampling_lengths_are_tokens(corpus: Corpus, tokenizer: 
     assert made.sampler.bins.edges[-1] == longest
 
 
+def test_buckets_of_tokens_reach_to_max_tokens(corpus: Corpus, tokenizer: Any) -> None:
+    settings = {"use_multimodal_sampling": True, "token_equivalent_duration": 0.08, "measure_total_length": True}
+    edges = loader(corpus, tokenizer, max_tokens=400, **settings).sampler.bins.edges
+    assert len(edges) == 4
+    assert edges[-1] == 400
+    assert edges[-2] < 200
+
+
 def test_a_sampler_that_is_given_to_several_epochs_reads_the_manifest_anew(corpus: Corpus, tokenizer: Any) -> None:
     sampler = loader(corpus, tokenizer, bucket_duration_bins=[2.5, 6.0]).sampler
     sampler.apply([4, 3])

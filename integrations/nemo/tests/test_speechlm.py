@@ -161,33 +161,10 @@ def test_salm_trains_in_buckets_of_tokens(corpus: Corpus, shar: str, tmp_path: P
         },
         "optimizer": {"_target_": "torch.optim.AdamW", "lr": 1e-3},
     }
-    train_ds = {
-        "sample_rate": 16000,
-        "prompt_format": "llama2",
-        "token_equivalent_duration": FRAME_S,
-        "input_cfg": [
-            {
-                "type": "lhotse_as_conversation",
-                "shar_path": shar,
-                "audio_locator_tag": TAG,
-                "tags": {"context": "Repeat after me."},
-            }
-        ],
-        "seed": 42,
-        "shard_seed": "randomized",
-        "shuffle": True,
-        "num_workers": 1,
-        "use_bucketing": True,
-        "use_multimodal_sampling": True,
-        "measure_total_length": True,
-        "num_buckets": 2,
-        "num_cuts_for_bins_estimate": 80,
-        "bucket_buffer_size": 60,
-        "bucket_batch_size": "auto",
-        "oomfit_memory_limit": "250MiB",
-        "oomfit_max_batch_size": 5,
-        "oomfit_cache": False,
-    }
+    train_ds = OmegaConf.load(Path(__file__).parents[1] / "examples" / "salm.yaml")
+    train_ds.input_cfg[0].update(shar_path=shar, audio_locator_tag=TAG)
+    train_ds.update(num_buckets=2, num_cuts_for_bins_estimate=80, bucket_buffer_size=60, max_tokens=150)
+    train_ds.update(oomfit_memory_limit="250MiB", oomfit_max_batch_size=5, oomfit_cache=False)
     shapes = Shapes()
     trainer = pl.Trainer(
         accelerator="cpu",
