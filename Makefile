@@ -33,7 +33,6 @@ lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
-	@MYPYPATH=integrations/nemo $(BIN)/mypy -p lhotse_oomfit_nemo
 	@$(BIN)/lint-imports
 
 test-lightning24: $(OVERLAY)/.installed
@@ -44,7 +43,7 @@ test-icefall: $(VENV)/.dev
 	@$(BIN)/python -m pytest integrations/icefall $(ARGS)
 
 test-nemo: $(NEMO)/.installed
-	@cd integrations/nemo && OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive ../../$(NEMO)/bin/python -m pytest $(ARGS)
+	@cd integrations/nemo && OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive ../../$(NEMO)/bin/python -m pytest -n 2 $(ARGS)
 
 clean-demo:
 	rm -rf demo_output
@@ -80,6 +79,6 @@ $(OVERLAY)/.installed: $(VENV)/.dev Makefile
 $(NEMO)/.installed: pyproject.toml integrations/nemo/pyproject.toml
 	@echo "Installing NeMo into $(NEMO) (2.2 GB: this takes some minutes, once)"
 	@$(PYTHON) -m venv $(NEMO)
-	@$(NEMO)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 'nemo-toolkit[asr]==3.0.0' pytest pytest-timeout
-	@$(NEMO)/bin/python -m pip install -qq --disable-pip-version-check -e . -e integrations/nemo
+	@$(NEMO)/bin/python -m pip install -qq --disable-pip-version-check torch==2.13.0 'nemo-toolkit[asr]==3.0.0'
+	@$(NEMO)/bin/python -m pip install -qq --disable-pip-version-check -e . -e 'integrations/nemo[test]'
 	@touch $@
