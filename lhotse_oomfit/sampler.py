@@ -27,10 +27,10 @@ from lhotse_oomfit.arguments import (
     whole_number,
 )
 from lhotse_oomfit.bins import Bins, Rejection, checked_length, output_length
-from lhotse_oomfit.epoch import EpochSampler
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError
 from lhotse_oomfit.position import process_rank
 from lhotse_oomfit.profile import Profile
+from lhotse_oomfit.resume import ResumableSampler
 from lhotse_oomfit.selection import FILTERED, NO_BUCKET, Selection, density_limits
 from lhotse_oomfit.source import undisturbed
 
@@ -52,7 +52,7 @@ _REMEDIES = {
 _MOST_IN_VAIN = 100_000  # cuts in a row that belong to no bucket, before a sample of cuts is given up
 
 
-class CalibratedBucketingSampler(EpochSampler):
+class CalibratedBucketingSampler(ResumableSampler):
     """Lhotse's ``DynamicBucketingSampler``, with a fixed batch size per bucket, deterministic and quick.
 
     Every argument of Lhotse's sampler is accepted. With ``bucket_batch_size``, batches of bucket ``k`` hold
@@ -266,7 +266,7 @@ class CalibratedBucketingSampler(EpochSampler):
         self._sizes = sizes
         self._profile = profile
         self._num_changes += 1
-        self._tell_workers()
+        self._workers.tell(self.epoch, sizes)
         if self._schedule and self._loaded is None:
             start = drawn if at_batch is None else at_batch
             self._schedule = [entry for entry in self._schedule if entry[0] < start] + [(start, sizes)]
