@@ -18,7 +18,9 @@ __all__ = [
     "endless",
     "inexact_because",
     "restore_counters",
+    "seeds",
     "sequential",
+    "set_seeds",
     "undisturbed",
 ]
 
@@ -85,6 +87,25 @@ def _counting(sources: Iterable[Any]) -> Iterator[tuple[Any, str]]:
     for source in sources:
         for node in _nodes(source):
             for name in _COUNTERS:
+                if isinstance(vars(node).get(name), int):
+                    yield node, name
+
+
+def seeds(sources: Iterable[Any]) -> list[int]:
+    """The whole numbers that parts of the sources are seeded with, in a fixed order; other kinds of sources too."""
+    return [vars(node)[name] for node, name in _seeded(sources)]
+
+
+def set_seeds(sources: Iterable[Any], values: Sequence[int]) -> None:
+    """Seed the parts of the same sources that :func:`seeds` was told of."""
+    for (node, name), value in zip(list(_seeded(sources)), values, strict=True):
+        setattr(node, name, value)
+
+
+def _seeded(sources: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+    for source in sources:
+        for node in _all_nodes(source):
+            for name in _SEEDS:
                 if isinstance(vars(node).get(name), int):
                     yield node, name
 

@@ -14,8 +14,8 @@ from lhotse_oomfit.lightning import BucketBatchSizeFinder
 from lhotse_oomfit.lightning_loaders import members_of
 from lhotse_oomfit.training import Training
 from lhotse_oomfit_nemo.conversations import ConversationBatches, are_conversations
-from lhotse_oomfit_nemo.request import Request, asks_for_auto, refuse_auto, request_from
-from lhotse_oomfit_nemo.sampling import requests_of
+from lhotse_oomfit_nemo.request import Request, asks_for_auto, refuse_auto, request_from, section_of
+from lhotse_oomfit_nemo.sampling import samplers_of
 from lhotse_oomfit_nemo.schema import SchemaBatches
 from lhotse_oomfit_nemo.seams import forget_auto, nemo_models, source_of, was_asked_for_auto, without_fallback
 
@@ -50,9 +50,8 @@ class NemoBatchSizeFinder(BucketBatchSizeFinder):
             return
         datamodule = getattr(trainer, "datamodule", None)
         data_config = getattr(datamodule, "cfg", None)
-        if data_config is not None:
-            for section in ("validation_ds", "test_ds", "predict_ds"):
-                refuse_auto(data_config.get(section), section)
+        for section in ("validation_ds", "test_ds", "predict_ds"):
+            refuse_auto(section_of(data_config, section), section)
         self._request = self._find_request(trainer, pl_module, data_config)
         if self._request is None:
             trainer.callbacks = [callback for callback in trainer.callbacks if callback is not self]
@@ -63,12 +62,12 @@ class NemoBatchSizeFinder(BucketBatchSizeFinder):
                 "for instance ++model.train_ds.oomfit_memory_limit=600MiB"
             )
         for model in nemo_models(pl_module):
-            train_ds = model.cfg.get("train_ds")
+            train_ds = section_of(model.cfg, "train_ds")
             if train_ds is not None and asks_for_auto(train_ds) and not train_ds.get("defer_setup", False):
                 forget_auto(train_ds)  # a model that doesn't keep its config by NeMo's own method
         if self._request.batches == "schema":
             config = data_config if data_config is not None else pl_module.cfg
-            rate = (config.get("train_ds") or {}).get("sample_rate") or 16000
+            rate = (section_of(config, "train_ds") or {}).get("sample_rate") or 16000
             self.make_batch = SchemaBatches(pl_module, sampling_rate=int(rate))
         super().setup(trainer, pl_module, stage)
         loop, setup_data = trainer.fit_loop, trainer.fit_loop.setup_data
@@ -83,6 +82,13 @@ class NemoBatchSizeFinder(BucketBatchSizeFinder):
         """Refuse to train with other batch sizes than were asked for."""
         if self._sampler is None:
             raise _not_from_lhotse(pl_module)
+        if any(getattr(member, "starts_anew", False) for member in members_of(self._sampler)) and _is_limited(trainer):
+            logger.warning(
+                "train_ds has no end, and begins anew after each epoch of trainer.limit_train_batches=%s: what lies "
+                "behind is never reached; leave limit_train_batches out, with trainer.max_steps and "
+                "trainer.val_check_interval instead, or set train_ds.force_finite=true",
+                trainer.limit_train_batches,
+            )
         super().on_train_start(trainer, pl_module)
 
     def _prepare_loader(self, trainer: Any, dataloader: Any) -> None:
@@ -105,19 +111,25 @@ class NemoBatchSizeFinder(BucketBatchSizeFinder):
         return training
 
     def _find_request(self, trainer: Any, pl_module: Any, data_config: Any) -> Request | None:
-        requests = requests_of(getattr(pl_module, "_train_dl", None))
+        requests = [sampler.request for sampler in samplers_of(getattr(pl_module, "_train_dl", None))]
         if any(request != requests[0] for request in requests):
             raise InvalidArgumentError("the samplers of one training must be calibrated with the same oomfit_ options")
         if requests:
             return requests[0]
         configs = [data_config, getattr(pl_module, "cfg", None)]
         for config in configs:
-            train_ds = None if config is None else config.get("train_ds")
+            train_ds = section_of(config, "train_ds")
             if train_ds is not None and asks_for_auto(train_ds):
                 return request_from(train_ds.get)
         if was_asked_for_auto(pl_module):
             raise _not_from_lhotse(pl_module)
         return None
+
+
+def _is_limited(trainer: Any) -> bool:
+    """Whether an epoch ends before the data do."""
+    limit = trainer.limit_train_batches
+    return limit is not None and not (isinstance(limit, float) and limit == 1.0)
 
 
 def _not_from_lhotse(module: Any) -> InvalidArgumentError:

@@ -20,6 +20,7 @@ __all__ = [
     "check_word",
     "refuse_auto",
     "request_from",
+    "section_of",
 ]
 
 PREFIX = "oomfit_"
@@ -49,6 +50,11 @@ def asks_for_auto(config: Any) -> bool:
     return bool(config.get("multi_config", False)) and any(asks_for_auto(part) for part in sub_configs(config).values())
 
 
+def section_of(config: Any, name: str) -> Any:
+    """A section of a config, None where there is none: a module's ``cfg`` may be anything."""
+    return config.get(name) if _is_mapping(config) and not _is_missing(config, name) else None
+
+
 def sub_configs(config: Any) -> dict[str, Any]:
     """The sub-sections of a ``multi_config`` section, as NeMo finds them."""
     names = [name for name in config if name != "sampler_weights"]
@@ -58,7 +64,9 @@ def sub_configs(config: Any) -> dict[str, Any]:
 def _is_missing(config: Any, name: str) -> bool:
     from omegaconf import DictConfig, OmegaConf
 
-    return isinstance(config, DictConfig) and (OmegaConf.is_missing(config, name) or config[name] is None)
+    return isinstance(config, DictConfig) and (
+        name not in config or OmegaConf.is_missing(config, name) or config[name] is None
+    )
 
 
 def _is_mapping(config: Any) -> bool:
@@ -123,3 +131,16 @@ def refuse_auto(config: Any, section: str) -> None:
             f"training steps only; set {section}.batch_size, or {section}.batch_duration, and {section}.use_bucketing="
             f"false"
         )
+    for name, part in _as_written(config).items():  # speechlm2 has several sets in a section
+        if isinstance(part, Mapping):
+            refuse_auto(part, f"{section}.{name}")
+
+
+def _as_written(config: Any) -> Mapping[Any, Any]:
+    """A section without its interpolations resolved, which may lead to nowhere."""
+    from omegaconf import DictConfig, OmegaConf
+
+    if isinstance(config, DictConfig):
+        plain: Any = OmegaConf.to_container(config, resolve=False)
+        return plain if isinstance(plain, Mapping) else {}
+    return config if isinstance(config, Mapping) else {}

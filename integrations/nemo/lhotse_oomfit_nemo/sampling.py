@@ -11,6 +11,7 @@ from typing import Any
 from lhotse_oomfit import CalibratedBucketingSampler, estimate_bins
 from lhotse_oomfit.errors import EmptySourceError, InvalidArgumentError
 from lhotse_oomfit.lightning_loaders import find_composite, find_sampler, members_of
+from lhotse_oomfit.source import endless, seeds, set_seeds
 from lhotse_oomfit_nemo.request import Request
 
 __all__ = [
@@ -19,7 +20,7 @@ __all__ = [
     "estimated_edges",
     "limits_from",
     "plain_edges",
-    "requests_of",
+    "samplers_of",
     "warn_of_top_edge",
 ]
 
@@ -34,14 +35,30 @@ class NemoBucketingSampler(CalibratedBucketingSampler):
     def __init__(self, *cuts: Any, request: Request, **settings: Any) -> None:
         super().__init__(*cuts, **settings)
         self.request = request
+        self._source_seeds: list[int] | None = None
+
+    def vary_by_epoch(self) -> None:
+        """From now on read the source in another order each epoch, as seeds drawn by chance would, but on all ranks
+        alike: NeMo's multiplexers begin anew with every epoch."""
+        self._source_seeds = seeds(self.cuts)
+
+    @property
+    def starts_anew(self) -> bool:
+        """Whether a source without an end is begun again by each epoch, in the main process."""
+        return self._source_seeds is not None and endless(self.cuts)
+
+    def _open(self) -> None:
+        if self._source_seeds is not None:
+            set_seeds(self.cuts, [seed + self.epoch for seed in self._source_seeds])
+        super()._open()
 
 
-def requests_of(dataloader: Any) -> list[Request]:
-    """How the samplers that a DataLoader iterates are to be calibrated; those with given sizes have no say."""
+def samplers_of(dataloader: Any) -> list[NemoBucketingSampler]:
+    """The samplers that a DataLoader iterates whose sizes are to be found."""
     if dataloader is None:
         return []
     sampler = find_composite(dataloader) or find_sampler(dataloader)
-    return [member.request for member in members_of(sampler) if isinstance(member, NemoBucketingSampler)]
+    return [member for member in members_of(sampler) if isinstance(member, NemoBucketingSampler)]
 
 
 def estimated_edges(
@@ -71,6 +88,14 @@ def estimated_edges(
         edges.append(max_length)
     elif math.isfinite(max_length) and max_length > edges[-1]:
         edges[-1] = max_length
+    elif not math.isfinite(max_length) and len(sample) == num_cuts:
+        logger.warning(
+            "bucket_duration_bins end at %g, the longest of the first %d cuts: what is longer is skipped; set "
+            "train_ds.%s, up to which the last bucket then reaches",
+            edges[-1],
+            len(sample),
+            "max_duration" if measure_length is None else "max_tokens",
+        )
     logger.info(
         "bucket_duration_bins, estimated from %d cuts: [%s]", len(sample), ", ".join(f"{edge:g}" for edge in edges)
     )

@@ -184,6 +184,7 @@ def _multi_config(loading: Any, original: Callable[..., Any], require: Callable[
 
     def get_lhotse_dataloader_from_multi_config(top_level_config: Any, *args: Any, **kwargs: Any) -> Any:
         if not asks_for_auto(top_level_config):
+            check_word(top_level_config)
             return original(top_level_config, *args, **kwargs)
         require()
         top = copy.deepcopy(top_level_config)
@@ -221,6 +222,12 @@ def _sampler(loading: Any, original: Callable[..., Any], require: Callable[[], N
         if not config.use_bucketing:
             logger.info("use_bucketing is set, as bucket_batch_size=auto means buckets")
             config.use_bucketing = True
+        if config.concatenate_samples and config.concatenate_duration_factor > 1:
+            raise InvalidArgumentError(
+                f"train_ds.concatenate_duration_factor must be 1 with bucket_batch_size=auto, it is "
+                f"{config.concatenate_duration_factor:g}: longer cuts than those of their bucket would be made of them "
+                f"after they were counted; set it to 1, or bucket_batch_size to a list of sizes"
+            )
         measure = _measure(loading, config)
         if config.bucket_duration_bins is None:
             cuts = _cuts_of(loading, original, config, global_rank, world_size, tokenizer)
@@ -250,7 +257,10 @@ def _sampler(loading: Any, original: Callable[..., Any], require: Callable[[], N
             )
 
         with _auto_loading(loading, world_size, make):
-            return original(config, global_rank, world_size, tokenizer)
+            sampler, is_iterable = original(config, global_rank, world_size, tokenizer)
+        if not is_iterable:
+            sampler.vary_by_epoch()
+        return sampler, is_iterable
 
     return get_lhotse_sampler_from_config
 
@@ -340,6 +350,9 @@ def _update(original: Callable[..., Any], require: Callable[[], None]) -> Callab
             _ensure_finder(getattr(self, "_trainer", None))
             config = copy.deepcopy(config if isinstance(config, DictConfig) else OmegaConf.create(config))
             forget_auto(config)
+        else:
+            check_word(config)
+            self.__dict__.pop(_ASKED, None)
         return original(self, dataset_name, config)
 
     return _update_dataset_config

@@ -149,6 +149,70 @@ def test_another_word_than_auto_is_named(corpus: Corpus, tokenizer: Any, word: s
     assert str(raised.value) == f"bucket_batch_size must be 'auto', a list of sizes or null, it is '{word}'"
 
 
+@pytest.mark.parametrize("word", ["Auto", "AUTO"])
+def test_another_word_at_the_top_of_a_multi_config_is_named(corpus: Corpus, tokenizer: Any, word: str) -> None:
+    part = {"manifest_filepath": str(corpus.train), "batch_size": 2}
+    config = {"multi_config": True, "bucket_batch_size": word, "seed": 0, "shard_seed": 0, "part": part}
+    with pytest.raises(InvalidArgumentError, match=f"bucket_batch_size must be 'auto', .*, it is '{word}'"):
+        get_lhotse_dataloader_from_config(OmegaConf.create(config), 0, 1, torch.utils.data.Dataset(), tokenizer)
+
+
+def test_cuts_that_are_made_longer_than_their_bucket_are_refused(corpus: Corpus, tokenizer: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match=r"train_ds.concatenate_duration_factor must be 1 .*, it is 1.5"):
+        loader(corpus, tokenizer, concatenate_samples=True, concatenate_duration_factor=1.5)
+    edges = [2.5, 6.0]
+    sampler = loader(corpus, tokenizer, concatenate_samples=True, bucket_duration_bins=edges).sampler
+    sampler.apply([4, 3])
+    assert all(max(cut.duration for cut in batch) <= edges[-1] for batch in sampler)
+
+
+def test_where_more_may_follow_than_was_seen_max_duration_is_asked_for(
+    corpus: Corpus, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "lhotse_oomfit_nemo"):
+        loader(corpus, tokenizer, num_cuts_for_bins_estimate=10)
+    (warning,) = said(caplog)
+    assert "the longest of the first 10 cuts: what is longer is skipped; set train_ds.max_duration" in warning
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "lhotse_oomfit_nemo"):
+        loader(corpus, tokenizer)
+        loader(corpus, tokenizer, num_cuts_for_bins_estimate=10, max_duration=9.0)
+    assert said(caplog) == []
+
+
+def test_a_source_without_an_end_is_read_in_another_order_each_epoch_by_all_ranks_alike(
+    corpus: Corpus, tokenizer: Any, tmp_path: Path
+) -> None:
+    lines = corpus.train.read_text().splitlines(keepends=True)
+    parts = [tmp_path / f"{k}.jsonl" for k in range(4)]
+    for k, part in enumerate(parts):
+        part.write_text("".join(lines[k::4]))
+    sources = [{"type": "nemo", "manifest_filepath": str(part), "weight": 1.0} for part in parts]
+    small = {"bucket_duration_bins": [9.0], "bucket_buffer_size": 8, "shuffle_buffer_size": 8}
+
+    def epochs(rank: int, **settings: Any) -> list[list[list[str]]]:
+        given = {"manifest_filepath": ..., "input_cfg": sources, "seed": 0, **small, **settings}
+        sampler = loader(corpus, tokenizer, rank=rank, world_size=2, **given).sampler
+        assert sampler.starts_anew
+        sampler.apply([4])
+        read = []
+        for epoch in (0, 1, 2, 1):
+            sampler.set_epoch(epoch)
+            read.append([[cut.id for cut in batch] for batch in finite(sampler, 3)])
+        return read
+
+    first, second = epochs(0), epochs(1)
+    for ours, theirs in zip(first, second, strict=True):
+        drawn = [name for batch in (*ours, *theirs) for name in batch]
+        assert sorted(drawn) == sorted(set(drawn))
+    sets = [{name for batch in (*ours, *theirs) for name in batch} for ours, theirs in zip(first, second, strict=True)]
+    assert sets[0] != sets[1] != sets[2]
+    assert first[1] == first[3]
+    assert not loader(corpus, tokenizer).sampler.starts_anew
+    ending = loader(corpus, tokenizer, manifest_filepath=..., input_cfg=sources, force_finite=True)
+    assert not ending.sampler.starts_anew
+
+
 def test_a_list_of_tps_holds_in_one_dimension_too(corpus: Corpus, tokenizer: Any) -> None:
     made = loader(corpus, tokenizer, bucket_duration_bins=[2.0, 5.0], max_tps=[15.0, 20.0]).sampler
     assert made.bins.max_tps == (15.0, 20.0)

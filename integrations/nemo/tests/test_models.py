@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from conftest import Corpus
 from hydra import compose, initialize_config_dir
 from lhotse import CutSet, Recording
 from lhotse_oomfit_nemo.finder import NemoBatchSizeFinder
+from lhotse_oomfit_nemo.request import refuse_auto
 from lhotse_oomfit_nemo.schema import SchemaBatches
 from nemo.collections.asr import models
 from nemo.collections.asr.models import ASRModel, EncDecCTCModelBPE
@@ -94,6 +96,64 @@ def test_auto_is_refused_where_nothing_is_trained(config: DictConfig, section: s
         f"{section}.bucket_batch_size must be a list of sizes or null, it is 'auto': sizes are measured for training "
         f"steps only; set {section}.batch_size, or {section}.batch_duration, and {section}.use_bucketing=false"
     )
+
+
+def test_auto_is_refused_in_a_part_of_such_a_section_too() -> None:
+    section = OmegaConf.create({"datasets": {"clean": {"bucket_batch_size": "auto", "seed": "${leads.nowhere}"}}})
+    with pytest.raises(InvalidArgumentError, match=r"validation_ds.datasets.clean.bucket_batch_size must be a list"):
+        refuse_auto(section, "validation_ds")
+
+
+@pytest.mark.parametrize("cfg", [types.SimpleNamespace(train_ds=1), "a name", None, [1]], ids=str)
+def test_a_module_whose_cfg_is_no_config_trains_as_without_the_plugin(cfg: Any) -> None:
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cfg = cfg
+            self.layer = torch.nn.Linear(2, 1)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Data(pl.LightningDataModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cfg = cfg
+
+        def train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(torch.ones(4, 2), batch_size=2)
+
+    trainer = pl.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.fit(Module(), Data())
+    assert trainer.global_step == 2
+    assert finders(trainer) == []
+
+
+def test_a_model_that_gets_other_data_is_no_longer_asked_for_auto(config: DictConfig) -> None:
+    trainer = pl.Trainer(**config.trainer)
+    model = EncDecCTCModelBPE(cfg=config.model, trainer=trainer)
+    train = config.model.train_ds
+    data = {key: train[key] for key in train if "oomfit" not in key}
+    model.setup_training_data(
+        OmegaConf.create(data | {"bucket_batch_size": None, "batch_size": 2, "use_bucketing": False})
+    )
+    trainer.fit(model)
+    assert trainer.global_step == 1
+
+
+def test_epochs_that_end_before_an_endless_source_does_are_warned_of(
+    config: DictConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    train = config.model.train_ds
+    manifest = train.manifest_filepath
+    train.manifest_filepath = None
+    train.input_cfg = [{"type": "nemo", "manifest_filepath": manifest, "weight": weight} for weight in (1.0, 2.0)]
+    config.trainer.limit_train_batches = 1
+    found(EncDecCTCModelBPE, config)
+    assert "train_ds has no end, and begins anew after each epoch of trainer.limit_train_batches=1" in caplog.text
 
 
 NO_LHOTSE = (
