@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import runpy
 import statistics
 import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from recording import every_trial, versions
 
 RATE = 16_000
 MAX_DURATION_S = 30.0
@@ -169,7 +169,8 @@ def run_job(job: Job) -> None:
         (job.work / f"{job.name}.ready").touch()
         trainer.callbacks.append(stopwatch(record, train_s=float(read_when_there(job.work / f"{job.name}.gate"))))
         record.begin(arguments[0] if arguments else settings["model"])
-        fit(trainer, *arguments, **settings)
+        with every_trial() as record.trials:
+            fit(trainer, *arguments, **settings)
 
     Trainer.fit = fit_in_turn
     read_when_there(job.work / "prepared")
@@ -204,7 +205,7 @@ class Record:
         self.cap_bytes = 0
 
     def begin(self, model: Any) -> None:
-        """The hard cap, and a note of every trial step."""
+        """The hard cap, and what is known before the fit."""
         import torch
 
         self.values |= {"versions": versions(), "overrides": self.job.command()[1:]}
@@ -212,9 +213,7 @@ class Record:
         if torch.cuda.is_available() and not self.job.tiny:
             self.cap_bytes = int(self.job.cap * torch.cuda.get_device_properties(0).total_memory)
             torch.cuda.set_per_process_memory_fraction(self.job.cap)
-        if self.job.kind == "auto":
-            note_trials(self.trials)
-        elif self.job.kind == "oomptimizer":
+        if self.job.kind == "oomptimizer":
             self.values["sizes"] = self.job.sizes
         self.begun = time.perf_counter()
         self.save()
@@ -309,31 +308,6 @@ def stopwatch(record: Record, *, train_s: float) -> Any:
     return Stopwatch()
 
 
-def note_trials(rows: list[dict[str, Any]]) -> None:
-    """Note each trial of the calibration, those of its soak included, and when it ended after the first began."""
-    from lhotse_oomfit.trial import TrialRunner
-
-    run = TrialRunner.run
-    started: list[float] = []
-
-    def noted(self: TrialRunner, bucket: int, size: int, **options: Any) -> Any:
-        started.append(time.perf_counter())
-        trial = run(self, bucket, size, **options)
-        rows.append(
-            {
-                "bucket": bucket,
-                "size": size,
-                "status": str(trial.status),
-                "allocated": trial.usage.allocated_bytes,
-                "retries": trial.usage.num_retries,
-                "until_s": time.perf_counter() - started[0],
-            }
-        )
-        return trial
-
-    TrialRunner.run = noted  # type: ignore[method-assign]
-
-
 def summary(steps: list[dict[str, Any]], cap_bytes: int) -> dict[str, Any]:
     """Figures of a training; its first steps count for memory only."""
     warm = steps[WARM_UP:] or steps[-1:]
@@ -358,18 +332,4 @@ def summary(steps: list[dict[str, Any]], cap_bytes: int) -> dict[str, Any]:
             "max_peak": max(row["allocated"] for row in steps) / cap_bytes,
             "max_reserved": max(row["reserved"] for row in steps) / cap_bytes,
         }
-    return found
-
-
-def versions() -> dict[str, str]:
-    import torch
-
-    found = {"python": platform.python_version()}
-    for package in ("torch", "lhotse", "nemo-toolkit", "lightning", "lhotse-oomfit", "lhotse-oomfit-nemo"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    if torch.cuda.is_available():
-        found |= {"card": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
     return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_script_job import BATCH_DURATION, KINDS, MODELS
+from recording import table
 
 TITLES = {"ctc": "CTC", "aed": "AED"}
 BATCHINGS = {
@@ -25,11 +25,6 @@ def render(folder: Path) -> str:
     jobs = {(m, k): found[f"{m}-{k}"] for m in MODELS for k in KINDS if f"{m}-{k}" in found}
     parts = [_setting(jobs), _search(jobs), _training(jobs), *(_sizes(jobs, model) for model in MODELS)]
     return "\n\n".join(part for part in parts if part)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
 
 
 def _setting(jobs: dict[tuple[str, str], Any]) -> str:
@@ -69,7 +64,7 @@ def _search(jobs: dict[tuple[str, str], Any]) -> str:
                 f"{statistics.mean(peaks):.3f} / {min(peaks):.3f}" if peaks else NONE,
             ]
         )
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _training(jobs: dict[tuple[str, str], Any]) -> str:
@@ -98,7 +93,7 @@ def _training(jobs: dict[tuple[str, str], Any]) -> str:
                 str(job["ooms"]),
             ]
         )
-    return _table(header, rows)
+    return table(header, rows)
 
 
 def _sizes(jobs: dict[tuple[str, str], Any], model: str) -> str:
@@ -120,4 +115,4 @@ def _sizes(jobs: dict[tuple[str, str], Any], model: str) -> str:
                 f"{peak / ours['budget_bytes']:.3f}" if peak else NONE,
             ]
         )
-    return _table(header, rows)
+    return table(header, rows)

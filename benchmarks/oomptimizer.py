@@ -16,15 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from recording import versions
 
 GROUPS = (("oomptimizer", "default"), ("ours", "fast", "soak", "train"))
 """Phases of one process: the first on torch's default allocator, as OOMptimizer runs by itself."""
@@ -167,21 +167,6 @@ def work(options: argparse.Namespace) -> None:
         kept = {name: value for name, value in found.items() if not isinstance(value, (list, dict))}
         print(f"{model} {phase}: {json.dumps(kept)}", file=sys.stderr, flush=True)
         phases.free()
-
-
-def versions() -> dict[str, str]:
-    import torch
-
-    found = {"python": platform.python_version()}
-    for package in ("torch", "lhotse", "nemo-toolkit", "lightning", "lhotse-oomfit"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    if torch.cuda.is_available():
-        found["card"] = torch.cuda.get_device_name()
-        found["cuda"] = str(torch.version.cuda)
-    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,11 +19,12 @@ from typing import Any
 import torch
 from lhotse.dataset.sampling.dynamic_bucketing import DynamicBucketingSampler
 from oomptimizer_models import TOKENS_PER_SECOND, Batches, Subject, build_model, librispeech_cuts
+from recording import every_trial
 
 from lhotse_oomfit import CalibratedBucketingSampler, calibrate
 from lhotse_oomfit.memory import MemoryBackend, backend_for
 from lhotse_oomfit.options import CalibrationOptions
-from lhotse_oomfit.trial import TrialRunner, Verdict, judge
+from lhotse_oomfit.trial import Verdict, judge
 
 SHIPPED_BATCH_DURATION = 360.0
 QUADRATIC_DURATION = 15.0
@@ -195,7 +196,7 @@ def ours(loop: Loop, *, mode: str = "verify", num_soak_steps: int | None = None)
     elif mode != "verify":
         return {"skipped": "this version has no mode='fast'"}
     begun = time.perf_counter()
-    with _every_trial() as trials, loop.memory.cap(loop.cap_bytes):
+    with every_trial() as trials, loop.memory.cap(loop.cap_bytes):
         profile = calibrate(
             sampler,
             _Lengths(loop.batches),
@@ -229,36 +230,6 @@ def ours(loop: Loop, *, mode: str = "verify", num_soak_steps: int | None = None)
         "parameters": sum(p.numel() for p in loop.model.parameters()),
         "trials": trials,
     }
-
-
-@contextlib.contextmanager
-def _every_trial() -> Iterator[list[dict[str, Any]]]:
-    """Note each trial of a calibration, those of its soak included, and when it ended after the first began."""
-    run, rows = TrialRunner.run, []
-    started: list[float] = []
-
-    def noted(self: TrialRunner, bucket: int, size: int, **options: Any) -> Any:
-        started.append(time.perf_counter())
-        trial = run(self, bucket, size, **options)
-        rows.append(
-            {
-                "bucket": bucket,
-                "size": size,
-                "status": trial.status,
-                "allocated": trial.usage.allocated_bytes,
-                "reserved": trial.usage.reserved_bytes,
-                "retries": trial.usage.num_retries,
-                "seconds": trial.usage.seconds,
-                "until_s": time.perf_counter() - started[0],
-            }
-        )
-        return trial
-
-    TrialRunner.run = noted  # type: ignore[method-assign]
-    try:
-        yield rows
-    finally:
-        TrialRunner.run = run  # type: ignore[method-assign]
 
 
 class _Lengths:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from oomptimizer_models import SUBJECTS
+from recording import table
 
 BATCHINGS = {
     "shipped": "`batch_duration` as shipped",
@@ -42,17 +43,34 @@ def render(folder: Path) -> str:
     """All tables in Markdown."""
     found = load(folder)
     parts = [
-        _table(
-            "model | search | trial steps | OOMs | seconds | soak steps, seconds | size over OOMptimizer's: mean | "
-            "smallest",
+        table(
+            [
+                "model",
+                "search",
+                "trial steps",
+                "OOMs",
+                "seconds",
+                "soak steps, seconds",
+                "size over OOMptimizer's: mean",
+                "smallest",
+            ],
             (row for model, phases in found.items() for row in _searches(model, phases)),
         ),
-        _table(
-            "model | soak of | allocator | steps | OOMs | retries | audio-s/s | reserved at most, of the cap",
+        table(
+            ["model", "soak of", "allocator", "steps", "OOMs", "retries", "audio-s/s", "reserved at most, of the cap"],
             (row for model, phases in found.items() for row in _soaks(model, phases)),
         ),
-        _table(
-            "model | batching | audio-s/s | over tuned | over OOMptimizer's | mean peak, of the cap | OOMs | retries",
+        table(
+            [
+                "model",
+                "batching",
+                "audio-s/s",
+                "over tuned",
+                "over OOMptimizer's",
+                "mean peak, of the cap",
+                "OOMs",
+                "retries",
+            ],
             (row for model, phases in found.items() for row in _trainings(model, phases)),
         ),
     ]
@@ -62,12 +80,6 @@ def render(folder: Path) -> str:
     }
     parts.append(", ".join(f"{name} {value}" for name, value in versions.items()))
     return "\n\n".join(part for part in parts if part)
-
-
-def _table(head: str, rows: Iterator[list[str]]) -> str:
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    columns = head.count("|") + 1
-    return "\n".join([f"| {head} |", "|" + "---|" * columns, *lines]) if lines else ""
 
 
 def ratios(phases: dict[str, Any], name: str) -> list[float]:
@@ -128,9 +140,9 @@ def _sizes(model: str, phases: dict[str, Any]) -> str:
     if not names:
         return ""
     edges = phases[names[0]]["bins"]
-    shown = "bucket | " + " | ".join(SEARCHES[name] for name in names)
+    shown = ["bucket", *(SEARCHES[name] for name in names)]
     if "ours" in names:
-        shown += " | ours over OOMptimizer's | our peak, of the budget"
+        shown += ["ours over OOMptimizer's", "our peak, of the budget"]
 
     def rows() -> Iterator[list[str]]:
         for k, edge in enumerate(edges):
@@ -143,7 +155,7 @@ def _sizes(model: str, phases: dict[str, Any]) -> str:
                 row.append(f"{peak / phases['ours']['budget']:.3f}" if peak else "")
             yield row
 
-    return f"{SUBJECTS[model].title}\n\n{_table(shown, rows())}"
+    return f"{SUBJECTS[model].title}\n\n{table(shown, rows())}"
 
 
 # Plots

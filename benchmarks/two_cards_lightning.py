@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from recording import every_trial
 from torch.utils.data import DataLoader
 from two_cards_models import ConformerLoss, Noise, Setting, make_sampler, nemo_config
 
@@ -71,7 +72,6 @@ def run(
     rank: Any,
     *,
     checksum: Callable[[Any], str],
-    counted_trials: Callable[[], Any],
     limit_group: Callable[[float], None],
 ) -> dict[str, Any]:
     """Two fits from the same weights: the first measures, the second loads."""
@@ -107,7 +107,7 @@ def run(
             module = nemo_model(setting, trainer) if setting.subject == "ctc" else Recogniser(setting)
         noise.vocabulary = module.vocabulary
         begun = time.perf_counter()
-        with counted_trials() as own:
+        with every_trial() as own:
             trainer.fit(module, Data(setting, noise))
         profile = finder.profile
         if profile is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import faulthandler
 import gc
 import hashlib
@@ -16,17 +15,18 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from recording import every_trial
 from two_cards_models import Setting, Trained
 
 from lhotse_oomfit import Profile
-from lhotse_oomfit.trial import TrialRunner, Verdict, judge
+from lhotse_oomfit.trial import Verdict, judge
 
 GIB = 2**30
 EQUAL_AFTER = 20
@@ -113,26 +113,10 @@ def said_of(profile: Profile, seconds: float) -> dict[str, Any]:
     }
 
 
-@contextlib.contextmanager
-def counted_trials() -> Iterator[list[int]]:
-    """The sizes that this rank tries, the soak included."""
-    run, sizes = TrialRunner.run, []
-
-    def noted(self: TrialRunner, bucket: int, size: int, **options: Any) -> Any:
-        sizes.append(size)
-        return run(self, bucket, size, **options)
-
-    TrialRunner.run = noted  # type: ignore[method-assign]
-    try:
-        yield sizes
-    finally:
-        TrialRunner.run = run  # type: ignore[method-assign]
-
-
 def measured(rank: Rank, trained: Trained, **options: Any) -> tuple[Profile, dict[str, Any]]:
     rank.meet()
     begun = time.perf_counter()
-    with counted_trials() as own:
+    with every_trial() as own:
         profile = trained.calibrate(**options)
     took_s = time.perf_counter() - begun
     rank.meet()
@@ -351,7 +335,7 @@ def lightning(rank: Rank) -> dict[str, Any]:
     """Lightning's DDP, started by its own launcher: calibrated, trained, and started again."""
     import two_cards_lightning
 
-    return two_cards_lightning.run(rank, checksum=checksum, counted_trials=counted_trials, limit_group=limit_group)
+    return two_cards_lightning.run(rank, checksum=checksum, limit_group=limit_group)
 
 
 PHASES: dict[str, Callable[[Rank], dict[str, Any]]] = {

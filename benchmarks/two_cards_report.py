@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from recording import table
+
 TITLES = {"conformer": "Conformer of the examples", "ctc": "NeMo FastConformer-CTC"}
 GIB = 2**30
 
@@ -23,13 +25,6 @@ def render(folder: Path) -> str:
             head = f"### {TITLES[subject]} ({any_said['card']}, {any_said['backend']}, torch {any_said['torch']})"
             blocks += [head, _calibrations(phases), _training(phases), _others(phases)]
     return "\n\n".join(block for block in [*blocks, _faults(folder)] if block)
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    if not rows:
-        return ""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _calibrations(phases: dict[str, list[dict[str, Any]]]) -> str:
@@ -65,7 +60,7 @@ def _calibrations(phases: dict[str, list[dict[str, Any]]]) -> str:
             ]
         )
     head = ["", "budget (GiB)", "sizes", "sizes over rank0's", "steps by rank", "trials + soak", "OOMs / retries"]
-    return _table([*head, "seconds", "times as fast", "ranks agree", "watchdog lines"], rows)
+    return table([*head, "seconds", "times as fast", "ranks agree", "watchdog lines"], rows)
 
 
 def _training(phases: dict[str, list[dict[str, Any]]]) -> str:
@@ -89,7 +84,7 @@ def _training(phases: dict[str, list[dict[str, Any]]]) -> str:
             )
     head = ["", "steps at full size", "OOMs / retries", "allocated peak over trial's, mean", "largest"]
     head += ["reserved over trial's peak, largest", "reserved over budget, largest", "parameters equal after"]
-    return _table([*head, "trials of the second start"], rows)
+    return table([*head, "trials of the second start"], rows)
 
 
 def _share(value: float | None) -> str:
@@ -122,4 +117,4 @@ def _faults(folder: Path) -> str:
         after = said["seconds_after_fault"]
         reasons = "<br>".join(f"{rank}: {text}" for rank, text in said["reasons"].items())
         rows.append([path.name.split(".")[0], str(said["codes"]), "" if after is None else f"{after:.1f}", reasons])
-    return _table(["fault", "exit codes", "seconds until all had ended", "last reason in each log"], rows)
+    return table(["fault", "exit codes", "seconds until all had ended", "last reason in each log"], rows)
