@@ -72,40 +72,35 @@ def _is_source(value: Any) -> bool:
 
 def counters(sources: Iterable[Any]) -> list[int]:
     """How often each part of the sources was iterated, in a fixed order."""
-    return [int(vars(node)[name]) for node, name in _counting(sources)]
+    return [int(vars(node)[name]) for node, name in _numbers(sources, _COUNTERS)]
 
 
 def restore_counters(sources: Iterable[Any], values: Sequence[int]) -> None:
     """Set what :func:`counters` returned for the same sources; other sources are left alone."""
-    places = list(_counting(sources))
+    places = list(_numbers(sources, _COUNTERS))
     if len(places) == len(values):
         for (node, name), value in zip(places, values, strict=True):
             setattr(node, name, value)
 
 
-def _counting(sources: Iterable[Any]) -> Iterator[tuple[Any, str]]:
-    for source in sources:
-        for node in _nodes(source):
-            for name in _COUNTERS:
-                if isinstance(vars(node).get(name), int):
-                    yield node, name
-
-
 def seeds(sources: Iterable[Any]) -> list[int]:
     """The whole numbers that parts of the sources are seeded with, in a fixed order; other kinds of sources too."""
-    return [vars(node)[name] for node, name in _seeded(sources)]
+    return [vars(node)[name] for node, name in _numbers(sources, _SEEDS, _all_nodes)]
 
 
 def set_seeds(sources: Iterable[Any], values: Sequence[int]) -> None:
     """Seed the parts of the same sources that :func:`seeds` was told of."""
-    for (node, name), value in zip(list(_seeded(sources)), values, strict=True):
+    for (node, name), value in zip(list(_numbers(sources, _SEEDS, _all_nodes)), values, strict=True):
         setattr(node, name, value)
 
 
-def _seeded(sources: Iterable[Any]) -> Iterator[tuple[Any, str]]:
+def _numbers(
+    sources: Iterable[Any], names: Sequence[str], walk: Callable[[Any], Iterator[Any]] = _nodes
+) -> Iterator[tuple[Any, str]]:
+    """The parts of the sources that hold whole numbers in attributes of these names, in a fixed order."""
     for source in sources:
-        for node in _all_nodes(source):
-            for name in _SEEDS:
+        for node in walk(source):
+            for name in names:
                 if isinstance(vars(node).get(name), int):
                     yield node, name
 

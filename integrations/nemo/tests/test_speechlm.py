@@ -8,7 +8,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import nemo
 import pytest
 import torch
@@ -25,6 +24,7 @@ from nemo.collections.common.data.lhotse.text_adapters import (
     collate_conversation_audio_fault_tolerant,
 )
 from omegaconf import OmegaConf
+from short_runs import Shapes, short_trainer
 from speech import sentences
 
 from lhotse_oomfit.errors import InvalidArgumentError
@@ -125,15 +125,6 @@ def write_llm(folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-class Shapes(pl.Callback):
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, ...]] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert outputs["loss"].isfinite()
-        self.seen.append(tuple(batch["input_ids"].shape))
-
-
 def test_salm_trains_in_buckets_of_tokens(corpus: Corpus, shar: str, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     from nemo.collections.asr.models import EncDecCTCModelBPE
@@ -165,19 +156,8 @@ def test_salm_trains_in_buckets_of_tokens(corpus: Corpus, shar: str, tmp_path: P
     train_ds.input_cfg[0].update(shar_path=shar, audio_locator_tag=TAG)
     train_ds.update(num_buckets=2, num_cuts_for_bins_estimate=80, bucket_buffer_size=60, max_tokens=150)
     train_ds.update(oomfit_memory_limit="250MiB", oomfit_max_batch_size=5, oomfit_cache=False)
-    shapes = Shapes()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=3,
-        limit_train_batches=3,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        use_distributed_sampler=False,
-        callbacks=[shapes],
-    )
+    shapes = Shapes("input_ids")
+    trainer = short_trainer(3, shapes, use_distributed_sampler=False)
     salm = SALM(model)
     data = DataModule(OmegaConf.create({"train_ds": train_ds}), salm.tokenizer, SALMDataset(tokenizer=salm.tokenizer))
     trainer.fit(salm, data)

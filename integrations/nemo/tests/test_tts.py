@@ -16,6 +16,7 @@ from lhotse import CutSet, MonoCut, NumpyFilesWriter, Recording, SupervisionSegm
 from lhotse_oomfit_nemo.finder import NemoBatchSizeFinder
 from nemo.collections.tts.models import magpietts
 from omegaconf import OmegaConf
+from short_runs import Shapes, short_trainer
 
 FRAME_S = 0.04
 
@@ -60,15 +61,6 @@ def write_codes(corpus: Corpus, folder: Path) -> Path:
     fields = {"recording": "wav", "target_codes": "numpy", "context_codes": "numpy"}
     CutSet.from_cuts(cuts).to_shar(shar, fields=fields, shard_size=12)
     return shar
-
-
-class Shapes(pl.Callback):
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, ...]] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        assert torch.as_tensor(outputs["loss"]).isfinite()
-        self.seen.append(tuple(batch["audio_codes"].shape))
 
 
 @pytest.mark.skipif(nemo.__version__.startswith("2."), reason="NeMo 2.7 keeps the section of the data elsewhere")
@@ -127,18 +119,8 @@ def test_a_model_of_speech_from_text_trains(corpus: Corpus, tmp_path: Path, monk
         "validation_ds": None,
         "optim": {"_target_": "torch.optim.Adam", "lr": 2e-4},
     }
-    shapes = Shapes()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=2,
-        limit_train_batches=2,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        callbacks=[shapes],
-    )
+    shapes = Shapes("audio_codes")
+    trainer = short_trainer(2, shapes)
     model = magpietts.MagpieTTSModel(cfg=OmegaConf.create(config), trainer=trainer)
     trainer.fit(model)
     (finder,) = [callback for callback in trainer.callbacks if isinstance(callback, NemoBatchSizeFinder)]
